@@ -37,10 +37,6 @@ class Job:
     def __init__(self, process: subprocess.Popen, folder: Path, name: str):
         self.process, self.out, self.err = process, folder / f"{name}.out", folder / f"{name}.err"
 
-    def ends(self, within: float) -> int:
-        """Its exit code; raises TimeoutExpired if it does not end within that many seconds."""
-        return self.process.wait(within)
-
     def lines(self) -> list[str]:
         """Its error lines."""
         return [line for line in self.err.read_text(errors="replace").splitlines() if line.startswith("error: ")]
@@ -120,13 +116,12 @@ class Pair:
         self, *command, options: tuple = (), nodes: str = "2", of: str = "ab", static: bool = False, **more
     ) -> list[Job]:
         """One torchrun on each host, with one worker. static: each gets its rank as an option."""
-        nodes, jobs = ("--nnodes", nodes, "--nproc-per-node", 1), []
-        for host in of:
-            meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "hosta:29500")
-            if static:
-                meeting = ("--node-rank", "ab".index(host), "--master-addr", "hosta", "--master-port", 29500)
-            jobs.append(self.start(host, TORCHRUN, *nodes, *meeting, *options, *command, **more))
-        return jobs
+        options = ("--nnodes", nodes, "--nproc-per-node", 1, *options)
+        meeting = ("--master-addr", "hosta", "--master-port", 29500, "--node-rank")
+        places = {host: (*meeting, "ab".index(host)) for host in of}
+        if not static:
+            places = dict.fromkeys(of, ("--rdzv-backend", "c10d", "--rdzv-endpoint", "hosta:29500"))
+        return [self.start(host, TORCHRUN, *options, *places[host], *command, **more) for host in of]
 
     def pids(self, host: str) -> list[int]:
         found = subprocess.run(["ip", "netns", "pids", self.space(host)], capture_output=True, text=True).stdout
@@ -138,11 +133,13 @@ class Pair:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def cut(self) -> None:
-        self._ip("-n", self.space("b"), "link", "set", self.link, "down")
-
-    def join(self) -> None:
-        self._ip("-n", self.space("b"), "link", "set", self.link, "up")
+    def lose(self, what: str, host: str, jobs: list[Job]) -> dict[str, Job]:
+        """kill or freeze a host, or cut the link. Returns the jobs that must notice, by the name of the lost host."""
+        if what == "cut":
+            self._ip("-n", self.space("b"), "link", "set", self.link, "down")
+        else:
+            self.signal(host, signal.SIGSTOP if what == "freeze" else signal.SIGKILL)
+        return {lost: jobs["ba".index(lost)] for lost in ("ab" if what == "cut" else host)}
 
     def received(self, host: str) -> int:
         """Bytes that a host has received over the link so far."""
@@ -157,7 +154,7 @@ class Pair:
                     break
                 self.signal(host, signal.SIGKILL)
                 time.sleep(0.05)
-        self.join()
+        self._ip("-n", self.space("b"), "link", "set", self.link, "up")
 
     def _ip(self, *arguments) -> None:
         done = subprocess.run(["ip", *arguments], capture_output=True, text=True)

@@ -63,7 +63,7 @@ def command(experiment: str, run: Path, *more) -> list:
 def finish(pair: Pair, launcher: str, experiment: str, run: Path, wanted: list | None, *more) -> bool:
     """Run to the end; returns whether the losses are as expected."""
     jobs = getattr(pair, LAUNCHERS[launcher])(*command(experiment, run, *more))
-    codes = [job.ends(400) for job in jobs]
+    codes = [job.process.wait(400) for job in jobs]
     return codes == [0, 0] and (wanted is None or losses(run) == wanted)
 
 
@@ -75,17 +75,12 @@ def lose(number: int, trial: dict, wanted: list) -> list[dict]:
         jobs = getattr(pair, LAUNCHERS[launcher])(*command(experiment, run))
         jobs[0].waits_for(STEP[experiment], 300)
         started = time.monotonic()
-        if what == "cut":
-            pair.cut()
-        else:
-            pair.signal(host, signal.SIGKILL if what == "kill -9" else signal.SIGSTOP)
-        left = {lost: jobs["ba".index(lost)] for lost in ("ab" if what == "cut" else host)}
+        left = pair.lose(what, host, jobs)
         while left and time.monotonic() - started < 120:
             time.sleep(0.05)
             for lost, job in list(left.items()):
                 if job.process.poll() is not None:
-                    del left[lost]
-                    seconds, line = round(time.monotonic() - started, 1), (job.lines() or [""])[0]
+                    seconds, line = round(time.monotonic() - started, 1), (left.pop(lost).lines() or [""])[0]
                     found.append(
                         trial | {"host": lost, "seconds": seconds, "code": job.process.returncode, "line": line}
                     )
@@ -109,7 +104,7 @@ def restart(number: int, trial: dict, wanted: list) -> list[dict]:
             if pid := worker_of(pair, host):
                 os.kill(pid, signal.SIGKILL)
         try:
-            codes = [job.ends(200) for job in jobs]
+            codes = [job.process.wait(200) for job in jobs]
         except subprocess.TimeoutExpired:
             codes = None
         return [trial | {"code": codes, "equal": codes == [0, 0] and losses(run) == wanted}]
@@ -148,9 +143,8 @@ def main() -> None:
         finally:
             with writing:
                 free.append(number)
-        with writing:
-            with open(ROWS, "a") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
+        with writing, open(ROWS, "a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
             print(rows, flush=True)
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -169,14 +163,13 @@ def table(rows: list[dict]) -> str:
             lost.setdefault((row["experiment"], row["launcher"], f"host{row['host']}", row["what"]), []).append(row)
     for kind, found in sorted(lost.items()):
         seconds = [row["seconds"] for row in found]
-        cells = [
-            len(found),
+        named, equal = sum(kind[2] in row["line"] for row in found), sum(row["equal"] for row in found)
+        codes, took = (
+            sorted({str(row["code"]) for row in found}),
             f"{statistics.median(seconds):.1f} ({max(seconds):.1f})",
-            sum(kind[2] in row["line"] for row in found),
-            ", ".join(sorted({str(row["code"]) for row in found})),
-            sum(row["equal"] for row in found),
-        ]
-        lines.append("| " + " | ".join(map(str, (*kind, *cells))) + " |")
+        )
+        cells = (*kind, len(found), took, named, ", ".join(codes), equal)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     again = [row for row in rows if row["what"] == "restart"]
     lines.append(f"\nRestarts: {sum(row['equal'] for row in again)} of {len(again)} resumed and ended bit-equal.")
     return "\n".join(lines)
