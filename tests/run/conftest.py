@@ -1,18 +1,19 @@
 """Fixtures of the tests of run directories."""
 
-import gc
-
 import pytest
 
-from qat_lora.run import rundir
+from qat_lora.run import files, rundir
 
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
+    """An empty working directory; the runs in it are released at the end, as when their process ends."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(rundir, "git_state", lambda: ("abc1234", False))
     yield tmp_path
-    gc.collect()  # frees the locks of refused runs now: in the next test, the warning would keep its own lock alive
+    for held in files.HELD.values():
+        held.close()
+    files.HELD.clear()
 
 
 @pytest.fixture

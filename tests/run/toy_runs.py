@@ -1,5 +1,6 @@
 """Runs of a toy script with four options."""
 
+import json
 from dataclasses import dataclass
 
 import pytest
@@ -21,18 +22,24 @@ def config(**values) -> Config:
     return Config(**{"output_dir": "run"} | values)
 
 
-def ended(cfg: Config) -> Run:
-    """A run whose process has ended."""
-    run = open_run("toy", cfg, {})
-    run.held.close()
-    return run
+def opened(facts: dict | None = None, **values) -> Run:
+    return open_run("toy", config(**values), facts or {})
 
 
-def begun_with(**values) -> Run:
-    return ended(config(**values))
+def resumed(facts: dict | None = None, **values) -> Run:
+    return opened(facts, **{"resume": "auto"} | values)
 
 
-def refusal(cfg: Config, facts: dict | None = None) -> str:
+def refusal(facts: dict | None = None, **values) -> str:
+    """The error when a run is resumed with these facts and options."""
     with pytest.raises(UserError) as error:
-        open_run("toy", cfg, facts or {})
+        resumed(facts, **values)
     return str(error.value)
+
+
+def manifest_of(run: Run, **changes) -> dict:
+    """The content of manifest.json, after these changes to it; None removes an entry."""
+    path = run.path / "manifest.json"
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+    return content
