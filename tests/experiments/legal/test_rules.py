@@ -14,17 +14,7 @@ from qat_lora.experiments.legal.rules import AUTHORITIES, FIRST_DAY, LARGEST_COU
 from qat_lora.experiments.legal.sections import figure
 from qat_lora.run.command_line import parse
 
-COLUMNS = [
-    "id",
-    "question",
-    "answer",
-    "topic",
-    "difficulty",
-    "case_citation",
-    "reasoning",
-    "jurisdiction",
-    "sample_type",
-]
+NAMES = ["id", "question", "answer", "topic", "difficulty", "case_citation", "reasoning", "jurisdiction", "sample_type"]
 VALUE = r"£?\d[\d,]*(?:\.\d+)?%?"
 
 
@@ -38,7 +28,7 @@ def number(text: str) -> float:
 
 
 def test_rows_have_the_columns_and_depend_only_on_the_seed(rows):
-    assert all(list(row) == COLUMNS and all(row.values()) for row in rows)
+    assert all(list(row) == NAMES and all(row.values()) for row in rows)
     assert list(generate(50, 0)) == rows[:50] and next(generate(1, 1)) != rows[0]
     assert len({row["question"] for row in rows}) == len({row["id"] for row in rows}) == len(rows)
 

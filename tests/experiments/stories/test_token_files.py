@@ -1,14 +1,13 @@
 """Tokens on disk are written once, are either complete or absent, and are checked whenever they are read."""
 
 import errno
-import functools
 import multiprocessing
 import os
 import signal
 import threading
-import time
 
 import pytest
+from patience import PATIENCE
 
 from qat_lora.errors import UserError
 from qat_lora.experiments.stories import text as stories
@@ -160,45 +159,43 @@ def test_a_text_that_grows_while_it_is_read_is_refused(load, source, tmp_path, m
     assert folders(tmp_path) == []
 
 
-def slow(load, ready, *_):
-    """A process that is killed while it writes."""
+def test_files_of_a_killed_process_are_not_used(load, tmp_path):
+    fork = multiprocessing.get_context("fork")
+    ready = fork.Event()
 
     def batches(pieces):
         yield list(pieces)[:30]
         ready.set()
-        time.sleep(60)
+        signal.pause()
 
-    stories._batches = batches
-    load()
+    def stopping():
+        stories._batches = batches
+        load()
 
-
-def test_files_of_a_killed_process_are_not_used(load, tmp_path):
-    fork = multiprocessing.get_context("fork")
-    ready = fork.Event()
-    child = fork.Process(target=functools.partial(slow, load, ready))
+    child = fork.Process(target=stopping)
     child.start()
-    assert ready.wait(30)
+    assert ready.wait(PATIENCE)
     (part,) = folders(tmp_path)
     assert part.startswith(".") and part.endswith(".part")
-    os.kill(child.pid, signal.SIGKILL)
+    child.kill()
     child.join()
     assert same(load(), load(cache=None)) and folders(tmp_path) == [part[1:-5]]
 
 
-def test_a_second_process_waits_for_the_first(load, tmp_path, monkeypatch, capsys):
+def test_a_second_process_waits_for_the_first(load, monkeypatch):
     """Uses threads; the file lock works between them, too."""
-    write, calls, found = stories._write, [], []
+    write, calls, found, waits = stories._write, [], [], threading.Event()
 
     def written(*args):
         calls.append(args)
-        time.sleep(0.5)
+        assert waits.wait(PATIENCE)
         write(*args)
 
     monkeypatch.setattr(stories, "_write", written)
-    threads = [threading.Thread(target=lambda: found.append(load())) for _ in range(3)]
+    monkeypatch.setattr(token_files, "say", lambda line: "waiting for the process that" in line and waits.set())
+    threads = [threading.Thread(target=lambda: found.append(load())) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(calls) == 1 and len(found) == 3 and same(found[0], found[1]) and same(found[0], found[2])
-    assert "waiting for the process that is writing to" in capsys.readouterr().out
+    assert len(calls) == 1 and len(found) == 2 and same(*found)
