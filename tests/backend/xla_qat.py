@@ -1,6 +1,5 @@
 """Checks of QAT, recovery and GRPO on torch_xla's CPU device, run by xla_process.py."""
 
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 
@@ -64,6 +63,14 @@ class Cached(torch.utils.data.Dataset):
         entropy = -(self.prob[i] * self.prob[i].log()).sum(-1)
         item = {"tokens": self.tokens[i], "index": self.index[i], "prob": self.prob[i]}
         return item | {"mask": mask, "entropy": entropy}
+
+
+def one_update(backend, loss_of=kd_loss) -> tuple[nn.Module, dict]:
+    """A student after one update, and its figures."""
+    student, plan = make_student(backend), Plan(1, 2, 1, 1e-3, 0, 1.0, seed=0)
+    optimizer = new_optimizer(parameter_groups(student, 1e-3, 1e-3), backend)
+    stream = backend.prefetch(batches(Cached(4), 2, 1, 0))
+    return student, update(student, stream, loss_of, optimizer, plan, backend)
 
 
 def make_student(backend, model: nn.Module | None = None) -> nn.Module:
@@ -146,11 +153,8 @@ def layers() -> dict:
 
 def bf16() -> dict:
     """One bf16-autocast update of a student, as on a TPU."""
-    backend, plan = open_backend("xla", "bf16"), Plan(1, 2, 1, 1e-3, 0, 1.0, seed=0)
-    student = make_student(backend)
-    optimizer = new_optimizer(parameter_groups(student, 1e-3, 1e-3), backend)
-    stream = backend.prefetch(batches(Cached(4), 2, 1, 0))
-    figures = update(student, stream, kd_loss, optimizer, plan, backend)
+    backend = open_backend("xla", "bf16")
+    student, figures = one_update(backend)
     with torch.no_grad():
         exact = kd_loss(make_student(CPU), next(batches(Cached(4), 2, 1, 0))).item()
     return {
@@ -176,16 +180,14 @@ def late() -> dict:
 
 def planted() -> dict:
     """A host read in the step must be counted."""
-    before, plan = XLA.counters()["fallbacks"], Plan(1, 2, 1, 1e-3, 0, 1.0, seed=0)
-    student = make_student(XLA)
-    optimizer = new_optimizer(parameter_groups(student, 1e-3, 1e-3), XLA)
+    before = XLA.counters()["fallbacks"]
 
     def loss_of(model, batch):
         loss = kd_loss(model, batch)
         loss.item()
         return loss
 
-    update(student, XLA.prefetch(batches(Cached(4), 2, 1, 0)), loss_of, optimizer, plan, XLA)
+    one_update(XLA, loss_of)
     return {"fallbacks": XLA.counters()["fallbacks"] - before, "names": fallback_names()}
 
 
@@ -217,18 +219,15 @@ def pieces() -> dict:
     mask = torch.tensor([[1, 1, 0, 1, 1], [1, 0, 1, 1, 1]], dtype=torch.uint8)
     index[:, :, 2] = index[:, :, 0]  # a token twice
     out, results = {}, {}
-    for name, trained, form in (
-        ("sparse_loss", True, {}), ("frozen head", False, {}), ("frozen and capped", False, {"cap": 5.0, "after": 0.5}),
-    ):  # fmt: skip
+    for name, trained, form in (("plain", True, {}), ("frozen and capped", False, {"cap": 5.0, "after": 0.5})):
         for backend in (XLA, CPU):
             h, w = (t.clone().to(backend.device) for t in (hidden, head))
             h, w = h.requires_grad_(), w.requires_grad_(trained)
             backend.step_boundary()
             loss = sparse_loss(h, Head(w, **form), *(t.to(backend.device) for t in (index, prob, mask)))
             backend.backward(loss)
-            found = [loss.detach(), h.grad, *([w.grad] if trained else [])]
-            results[backend] = [tensor.cpu() for tensor in found]
-        out[name] = max(difference(a, b) for a, b in zip(results[XLA], results[CPU]))
+            results[backend] = [t.cpu() for t in (loss.detach(), h.grad, *([w.grad] if trained else []))]
+        out[name] = max(map(difference, results[XLA], results[CPU]))
 
     out["bf16 rows"] = bf16_rows()
     tokens, uniforms = Cached(2).tokens, torch.rand(2, 16, 6)
@@ -275,22 +274,20 @@ def checkpointing() -> dict:
     for kind in ("all", "lora"):
         found = {}
         for name, backend in (("plain", XLA), ("recomputed", XLA), ("cpu", CPU)):
-            model = make_student(CPU)
+            model, batch = make_student(CPU), {key: value.unsqueeze(0) for key, value in Cached(3)[2].items()}
             if kind == "lora":
                 torch.manual_seed(0)
                 model = add_adapter(model.requires_grad_(False), 2, 2, ("q", "down"), seed=0)
                 for n, p in model.named_parameters():
                     if "lora_B" in n:
                         nn.init.normal_(p, std=0.1)
-            batch = {key: value.unsqueeze(0) for key, value in Cached(3)[2].items()}
-            if name == "cpu":
+            if backend is CPU:
                 model.double()
                 batch = {key: v.double() if v.is_floating_point() else v for key, v in batch.items()}
             backend.place(model)
             if name == "recomputed":
                 backend.gradient_checkpointing(model)
-            model.train()
-            backend.backward(kd_loss(model, backend.to_device(batch)))
+            backend.backward(kd_loss(model.train(), backend.to_device(batch)))
             backend.step_boundary()
             found[name] = gradients(model)
         out |= {f"{kind} {name}": apart(found[name], found["plain"]) for name in ("recomputed", "cpu")}
@@ -299,10 +296,6 @@ def checkpointing() -> dict:
 
 # -- GRPO ------------------------------------------------------------------------------------------------------------
 PROMPTS = [[5, 6, 7, 8], [40, 41], [30, 31, 32], [9]]
-
-
-def low_tokens(number: int, tokens: list[int], ended: bool) -> tuple[float, dict]:
-    return sum(token < 256 for token in tokens) / max(1, len(tokens)), {}
 
 
 def policy(backend) -> nn.Module:
@@ -328,6 +321,10 @@ def generation() -> dict:
 
 def grpo() -> dict:
     """Four steps on XLA with validation, logging and saving; and one update on the same rollouts on both backends."""
+
+    def low_tokens(number: int, tokens: list[int], ended: bool) -> tuple[float, dict]:
+        return sum(token < 256 for token in tokens) / max(1, len(tokens)), {}
+
     prompts = PromptDataset(Prompts.of(PROMPTS, 6, 0))
     plan = GRPOPlan(
         steps=4, batch_size=2, accumulation=2, learning_rate=3e-3, warmup_steps=1, clip_grad_norm=1.0, seed=0, group=4,
@@ -352,20 +349,8 @@ def grpo() -> dict:
         for p in start.parameters():
             p.data.mul_(1.01)  # a reference that differs from the policy
         optimizer = new_optimizer([{"params": [p for p in fresh.parameters() if p.requires_grad], "lr": 1e-3}], backend)
-        here = rollouts if backend is XLA else on_host(rollouts)
+        torch.save(rollouts, OUT / "rollouts.pt")
+        here = torch.load(OUT / "rollouts.pt", map_location=backend.device, weights_only=False)
         figures = learn(fresh, start, here, optimizer, plan, backend)
         found["figures"][backend.kind] = backend.fetch(*[figures[key] for key in ("loss", "kl", "grad_norm")])
     return found
-
-
-def on_host(rollouts):
-    def copied(tensors):
-        return type(tensors)(**XLA.to_host(vars(tensors)))
-
-    def moved(part):
-        mask, tokens = XLA.to_host([part.mask, part.tokens])
-        return replace(
-            part, prompts=copied(part.prompts), completions=copied(part.completions), mask=mask, tokens=tokens
-        )
-
-    return replace(rollouts, parts=[moved(part) for part in rollouts.parts])

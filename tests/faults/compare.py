@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 import zipfile
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +38,10 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:
 
 
 def _where(one: Any, other: Any) -> str:
-    if isinstance(one, list) and isinstance(other, list):
-        if len(one) != len(other):
-            return f" ({len(other)} lines, not {len(one)})"
-        at = next(i for i, pair in enumerate(zip(one, other)) if pair[0] != pair[1])
-        return f" in line {at + 1}{_where(one[at], other[at])}"
-    if isinstance(one, dict) and isinstance(other, dict):
-        key = next(key for key in sorted(one.keys() | other.keys()) if one.get(key) != other.get(key))
-        return f" in {key}: {str(other.get(key))[:60]}, not {str(one.get(key))[:60]}"
-    return ""
+    """The first lines that differ, of both written as JSON."""
+    ours, theirs = (json.dumps(each, indent=0, sort_keys=True, default=str).splitlines() for each in (one, other))
+    pairs = zip_longest(ours, theirs, fillvalue="nothing")
+    return next((f": {a[:60]}, not {b[:60]}" for a, b in pairs if a != b), "")
 
 
 def _readable(path: Path, place: re.Pattern) -> Any:

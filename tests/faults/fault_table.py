@@ -47,16 +47,16 @@ def tried(bench, trial, folder: Path) -> dict:
     started = time.monotonic()
     try:
         outcome, how = "ok", trial.run(bench, folder, trial)
-    except Lost as error:
-        outcome, how = "lost", str(error)
-    except Unexpected as error:
-        outcome, how = "unexpected", str(error)
+    except (Lost, Unexpected) as error:
+        outcome, how = type(error).__name__.lower(), str(error)
     except Exception:
         outcome, how = "unexpected", traceback.format_exc()
-    return {
-        "name": trial.name, "kind": trial.kind, "subject": trial.subject, "outcome": outcome, "how": how,
-        "seconds": round(time.monotonic() - started, 2),
-    }  # fmt: skip
+    return entry(trial, outcome, how, round(time.monotonic() - started, 2))
+
+
+def entry(trial, outcome: str, how: str, seconds: float) -> dict:
+    return {"name": trial.name, "kind": trial.kind, "subject": trial.subject, "outcome": outcome, "how": how,
+            "seconds": seconds}  # fmt: skip
 
 
 def run_all(bench, trials: list, jobs: int, done) -> None:
@@ -71,15 +71,12 @@ def run_all(bench, trials: list, jobs: int, done) -> None:
         folder = bench.base / "trials" / f"{number:04d}"
         pid = os.fork()
         if not pid:
-            code = 1
             try:
                 shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted earlier call
                 folder.parent.mkdir(exist_ok=True)
-                line = tried(bench, trial, folder)
-                folder.with_suffix(".json").write_text(json.dumps(line))
-                code = 0
+                folder.with_suffix(".json").write_text(json.dumps(tried(bench, trial, folder)))
             finally:
-                os._exit(code)
+                os._exit(0)
         running[pid] = trial, folder
     while running:
         _collect(running, done)
@@ -89,10 +86,8 @@ def _collect(running: dict[int, tuple], done) -> None:
     pid, _ = os.waitpid(-1, 0)
     trial, folder = running.pop(pid)
     found = folder.with_suffix(".json")
-    line = json.loads(found.read_text()) if found.exists() else {
-        "name": trial.name, "kind": trial.kind, "subject": trial.subject, "outcome": "unexpected",
-        "how": "the trial itself died", "seconds": 0,
-    }  # fmt: skip
+    died = entry(trial, "unexpected", "the trial itself died", 0)
+    line = json.loads(found.read_text()) if found.exists() else died
     done(line)
     if line["outcome"] == "ok":
         shutil.rmtree(folder, ignore_errors=True)
@@ -139,15 +134,11 @@ def measured(asked: argparse.Namespace, some: bool) -> list[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", help="run only the trials whose names match this regular expression; writes no page")
-    parser.add_argument(
-        "--subject", help="use only the subjects whose whole names match this regular expression; writes no page"
-    )
-    parser.add_argument("--device", default="cpu", help="device of the commands [cpu]; any other device writes no page")
+    parser.add_argument("--only", help="run only the trials whose names match this expression; writes no page")
+    parser.add_argument("--subject", help="use only the subjects whose whole names match it; writes no page")
+    parser.add_argument("--device", default="cpu", help="device of the commands [cpu]; any other writes no page")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="trials at a time [number of cores]")
-    parser.add_argument(
-        "--base", type=Path, help="folder for the trials; it is kept, with the folders of failed trials"
-    )
+    parser.add_argument("--base", type=Path, help="folder of the trials, kept with the folders of failed ones")
     asked = parser.parse_args()
     started = time.monotonic()
     some = asked.only or asked.subject or asked.device != "cpu"

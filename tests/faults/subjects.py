@@ -155,13 +155,12 @@ def _with_two_workers(subject: Subject) -> Subject:
     return dataclasses.replace(subject, name=f"{subject.name}, two workers", flags=flags, spawned=True)
 
 
-def _on_its_own(subject: Subject) -> Subject:
-    return dataclasses.replace(subject, name=f"{subject.name}, its own interpreter", spawned=True)
-
-
 BY_NAME = {subject.name: subject for subject in (*SUBJECTS, *TOOLS)}
 WORKERS = (_with_two_workers(BY_NAME["QAT"]), _with_two_workers(BY_NAME["legal SFT"]))
-PROGRAMS = (_on_its_own(BY_NAME["QAT"]), _on_its_own(BY_NAME["reservoir"]))
+PROGRAMS = tuple(
+    dataclasses.replace(BY_NAME[name], name=f"{name}, its own interpreter", spawned=True)
+    for name in ("QAT", "reservoir")
+)
 BY_NAME |= {subject.name: subject for subject in (*WORKERS, *PROGRAMS)}
 FINISHED = {"qat": "QAT", "bob": "GRPO", "law": "legal SFT", "law4": "legal SFT, int4"}  # inputs that subjects made
 

@@ -29,16 +29,8 @@ try:
     runpy.run_path(sys.argv[0], run_name="__main__")
 finally:
     print(*[line.strip() for line in open("/proc/self/status") if line.startswith("VmHWM")], flush=True)"""
-NAMES, THINGS = ["Tom", "Lily", "Ann", "Ben", "the old owl", "a small dog"], ["ball", "kite", "tree", "cake", "boat"]
-ENDS = ["They were glad.", "It was time to go home.", "Then the rain came.", "Nobody knew why."]
-
-
-def story(number: int, draw: random.Random) -> str:
-    lines = [f"Story {number}."] + [
-        f"{draw.choice(NAMES)} found a {draw.choice(THINGS)} and showed it to {draw.choice(NAMES)}. {draw.choice(ENDS)}"
-        for _ in range(draw.randint(4, 14))
-    ]
-    return "\n\n".join(lines)
+TALE = "{} found a kite and showed it to the old owl. They were glad. Then the rain came, and it was time to go home."
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "USE_TORCH_XLA": "0"}
 
 
 def big_text(path: Path, megabytes: float, separator: str) -> Path:
@@ -47,21 +39,15 @@ def big_text(path: Path, megabytes: float, separator: str) -> Path:
     with open(path, "w") as file:
         while size < megabytes * 1e6:
             number += 1
-            size += file.write(story(number, draw) + separator)
+            lines = [TALE.format(draw.choice(["Tom", "Lily", "A small dog"])) for _ in range(draw.randint(4, 14))]
+            size += file.write("\n\n".join([f"Story {number}.", *lines]) + separator)
     return path
-
-
-def environment() -> dict:
-    return os.environ | {"PYTHONPATH": str(ROOT), "USE_TORCH_XLA": "0"}
 
 
 def peak(folder: Path, *flags) -> tuple[float, float]:
     """(bytes of the largest resident set, seconds) of a run of the script."""
-    started = time.monotonic()
-    command = [sys.executable, "-c", PEAK, SCRIPT, *flags]
-    done = subprocess.run(
-        list(map(str, command)), cwd=folder, env=environment(), capture_output=True, text=True, timeout=900
-    )
+    started, command = time.monotonic(), list(map(str, [sys.executable, "-c", PEAK, SCRIPT, *flags]))
+    done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return 1024 * int(done.stdout.split("VmHWM:")[1].split()[0]), time.monotonic() - started
 
@@ -78,14 +64,9 @@ def test_peak_memory_is_flat(tmp_path, separator, tokenizer):
 
 
 def start(folder: Path, *flags) -> subprocess.Popen:
+    command = list(map(str, [sys.executable, "-c", PEAK, SCRIPT, *flags]))
     with open(folder / "log", "a") as log:
-        return subprocess.Popen(
-            list(map(str, [sys.executable, "-c", PEAK, SCRIPT, *flags])),
-            cwd=folder,
-            env=environment(),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+        return subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, stdout=log, stderr=subprocess.STDOUT)
 
 
 def wait_for(process: subprocess.Popen, there) -> None:
@@ -93,6 +74,12 @@ def wait_for(process: subprocess.Popen, there) -> None:
     while not there():
         assert process.poll() is None and time.monotonic() < ends
         time.sleep(0.05)
+
+
+def kill_once(process: subprocess.Popen, there) -> None:
+    wait_for(process, there)
+    process.kill()
+    process.wait()
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -108,15 +95,11 @@ def test_training_on_200_mb_resumes_after_kill_9(tmp_path):
     flags = ["--dataset", text, *ALL, *small.split(), "--output-dir", run]
 
     process = start(tmp_path, *flags)  # killed while it tokenises
-    wait_for(process, lambda: any(file.stat().st_size > 10**7 for file in cache.glob(".*.part/train.bin")))
-    process.kill()
-    process.wait()
+    kill_once(process, lambda: any(file.stat().st_size > 10**7 for file in cache.glob(".*.part/train.bin")))
     assert not run.exists() and not [path for path in cache.iterdir() if path.name[0] != "."]
 
     process = start(tmp_path, *flags)  # killed while it trains
-    wait_for(process, lambda: (run / "checkpoints" / "step_40").exists() and max(losses(run)) >= 55)
-    process.kill()
-    process.wait()
+    kill_once(process, lambda: (run / "checkpoints" / "step_40").exists() and max(losses(run)) >= 55)
     before = losses(run)
     (made,) = [path for path in cache.iterdir() if path.name[0] != "."]
     written = made.stat().st_mtime_ns
@@ -124,7 +107,7 @@ def test_training_on_200_mb_resumes_after_kill_9(tmp_path):
     process = start(tmp_path, *flags)
     wait_for(process, lambda: "resuming at step" in (tmp_path / "log").read_text() and max(losses(run)) >= 80)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 0
+    assert process.wait(PATIENCE) == 0
     said = (tmp_path / "log").read_text()
     print(f"\ntraining: {said.split('VmHWM:')[1].split()[0]} kB", end="")
     assert int(said.split("VmHWM:")[1].split()[0]) * 1024 < LIMIT

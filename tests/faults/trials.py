@@ -81,9 +81,8 @@ class Bench:
         for name in subject.inputs:
             self.input(name)
             source, within = self.inputs / name, f"{OUT}/{name}"
-            (shutil.copytree if source.is_dir() else shutil.copy)(
-                source, folder / (within if within in subject.flags else name)
-            )
+            target = folder / (within if within in subject.flags else name)
+            (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
         return folder
 
     def input(self, name: str) -> None:
@@ -95,11 +94,8 @@ class Bench:
             if name in FINISHED:
                 self.reference(BY_NAME[FINISHED[name]])
                 shutil.rmtree(self.inputs / name, ignore_errors=True)
-                shutil.copytree(
-                    self.base / "reference" / FINISHED[name] / RUN,
-                    self.inputs / name,
-                    ignore=shutil.ignore_patterns("plots"),
-                )
+                made = self.base / "reference" / FINISHED[name] / RUN
+                shutil.copytree(made, self.inputs / name, ignore=shutil.ignore_patterns("plots"))
             else:
                 subjects.make_input(self.inputs, name)
 
