@@ -120,10 +120,22 @@ legal-cuda: setup ## the same for Qwen2.5-0.5B on every GPU (untested on hardwar
 # One process a core, each with one thread; a file's tests share its fixtures and so stay in one process.
 PYTEST = $(PY) -m pytest -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 test-fast: setup ## the tests to run before each commit (2 minutes on two cores)
-	$(PYTEST) -m "not slow and not peer and not zoo and not faults and not hosts"
+	$(PYTEST) -m "not slow and not deep and not hosts and not peer and not zoo and not faults"
 
-test: setup ## every test, as CI runs them (12 minutes on two cores)
+test: setup ## prove that everything works on this machine (10 minutes on two cores)
 	$(PYTEST)
+
+test-deep: setup ## what is deep and slow: the TPU's compiler, notebooks, launches, hosts, other CPUs
+	$(PYTEST) -m "deep or hosts"
+	$(MAKE) test-cpus
+
+# How sums are rounded depends on the CPU's vector instructions, on threads and on the C kernels; no test may depend on it.
+NUMERIC = $(PYTEST) $(addprefix tests/, data export experiments kd lora models quant rl scripts train)
+test-cpus: setup ## the tests that compute, as on CPUs with other instructions, without a C compiler, with two threads
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 CC=false $(NUMERIC)
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 OMP_NUM_THREADS=2 $(NUMERIC)
+	! grep -q avx512 /proc/cpuinfo || \
+		ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE MKL_ENABLE_INSTRUCTIONS=AVX512 $(NUMERIC)
 
 lint: setup ## check style with ruff; changes nothing
 	$(PY) -m ruff check .

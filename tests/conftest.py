@@ -15,13 +15,8 @@ os.environ["USE_TORCH_XLA"] = "0"  # set before transformers is imported, which 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-import torch
 
 from qat_lora.hardware import tiny
-
-# On a busy machine two threads on a tiny matrix mostly wait for each other: one thread cut one file from 64 s to 20 s.
-torch.set_num_threads(1)
-
 
 # Files that start processes, compile for XLA or train for many seconds, slowest first. Their tests get the marker
 # `slow`, which `make test-fast` deselects, and start before all others, so that no core is idle at the end.
