@@ -15,7 +15,6 @@ from qat_lora.rl.rollout import Sampling
 from qat_lora.train.optimizer import new_optimizer
 
 MODELS = ("reservoir", "transformer", "mingru")
-
 SHAPE = Shape(32, 2, 80, (ReservoirSpec(24), ReservoirSpec(20, "esn", radius=0.9)))
 
 
@@ -38,8 +37,7 @@ def test_baselines_have_as_many_trained_parameters():
 
 @pytest.mark.parametrize("seed", [0, 2**63 - 1])
 def test_weights_depend_on_the_seed(seed):
-    kind = MODELS[0]
-    one, same, other = (build(kind, 50, SHAPE, seed).state_dict() for seed in (seed, seed, 2))
+    one, same, other = (build("reservoir", 50, SHAPE, seed).state_dict() for seed in (seed, seed, 2))
     assert all(torch.equal(one[n], same[n]) for n in one)
     assert not torch.equal(one["embedding.weight"], other["embedding.weight"])
     assert not torch.equal(one["blocks.0.reservoirs.0.decay"], other["blocks.0.reservoirs.0.decay"])
@@ -91,13 +89,10 @@ def test_a_story_continues_its_prompt(stories, backend):
     assert tell(model, stories, [], 5, Sampling(0.0), backend) == tell(model, stories, [], 5, Sampling(0.0), backend)
 
 
-@pytest.mark.parametrize("changes", [{"embedding": 30}, {"embedding": 36}])
-def test_impossible_shapes_are_refused(changes):
-    with pytest.raises(UserError):
-        Shape(**vars(SHAPE) | changes)
-
-
-def test_a_baseline_that_cannot_be_small_enough_is_refused():
+def test_impossible_shapes_are_refused():
+    for size in (30, 36):
+        with pytest.raises(UserError):
+            Shape(**vars(SHAPE) | {"embedding": size})
     with pytest.raises(UserError, match="--model transformer has at least"):
         build("transformer", 50, Shape(64, 2, 4, (ReservoirSpec(4),)), 0)
 
@@ -112,9 +107,8 @@ def test_training_does_not_change_the_reservoirs(stories, backend):
     buffers = dict(drawn.named_buffers())
     assert len(buffers) > 10 and all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
     assert not torch.equal(model.embedding.weight, drawn.embedding.weight)
-    for w in (block.reservoirs[1].w for block in model.blocks):
-        assert torch.linalg.eigvals(w).abs().max().item() == pytest.approx(0.9, rel=1e-4)
-        assert (w != 0).float().mean().item() == pytest.approx(0.1, abs=0.05)
+    radii = [torch.linalg.eigvals(block.reservoirs[1].w).abs().max().item() for block in model.blocks]
+    assert radii == pytest.approx([0.9, 0.9], rel=1e-4)
 
 
 def test_all_reservoirs_differ():

@@ -15,9 +15,10 @@ def data():
     return torch.randn(200, FEATURES, generator=random), torch.randint(VOCAB, (200,), generator=random)
 
 
-def direct(x: torch.Tensor, targets: torch.Tensor, alpha: float) -> torch.Tensor:
+def direct(x: torch.Tensor, targets: torch.Tensor, alpha: float, weight: float | torch.Tensor = 1.0) -> torch.Tensor:
+    """The ridge solution for samples weighted by `weight` [N, 1]."""
     x, y = x.double(), torch.nn.functional.one_hot(targets, VOCAB).double()
-    return torch.linalg.solve(x.T @ x + alpha * torch.eye(FEATURES).double(), x.T @ y).T
+    return torch.linalg.solve(x.T @ (weight * x) + alpha * torch.eye(FEATURES).double(), x.T @ (weight * y)).T
 
 
 def test_ridge_solves_several_alphas_from_one_pass(data):
@@ -42,11 +43,7 @@ def test_forgetting_weights_samples_by_age(data):
     rls = RecursiveLeastSquares(FEATURES, VOCAB, alpha=0.5, forgetting=0.9)
     for at in range(30):
         rls.add(x[at : at + 1], targets[at : at + 1])
-    weight = 0.9 ** torch.arange(29, -1, -1).double()
-    scaled, y = x.double() * weight.sqrt()[:, None], torch.nn.functional.one_hot(targets, VOCAB).double()
-    wanted = torch.linalg.solve(
-        scaled.T @ scaled + 0.5 * 0.9**30 * torch.eye(FEATURES).double(), (x.double() * weight[:, None]).T @ y
-    ).T
+    wanted = direct(x, targets, 0.5 * 0.9**30, 0.9 ** torch.arange(29, -1, -1).double()[:, None])
     torch.testing.assert_close(rls.weight, wanted, rtol=1e-8, atol=1e-9)
 
 

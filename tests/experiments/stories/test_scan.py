@@ -30,9 +30,8 @@ def test_the_chunked_scan_equals_the_loop(steps):
 
 
 def test_a_decay_that_underflows_in_the_upper_levels():
-    decay = torch.tensor([[1e-3, 0.0], [0.0, 0.0], [-1.0, 0.0]])
+    decay, state = torch.tensor([[1e-3, 0.0], [0.0, 0.0], [-1.0, 0.0]]), torch.ones(1, 3, 2)
     drive = torch.randn(1, 70, 3, 2, generator=torch.Generator().manual_seed(6))
-    state = torch.ones(1, 3, 2)
     wanted = sequential_scan(decay, drive, state)
     torch.testing.assert_close(DiagonalScan(decay, chunk=4)(drive, state), wanted, rtol=1e-4, atol=1e-4)
 
@@ -66,9 +65,7 @@ def test_more_steps_than_the_levels_reach_are_refused():
 def test_the_gated_scan_equals_the_loop(steps):
     random = torch.Generator().manual_seed(5)
     keep, drive = torch.rand(2, steps, 4, generator=random), torch.randn(2, steps, 4, generator=random)
-    state, states = torch.randn(2, 4, generator=random), []
-    start = state
+    states = [torch.randn(2, 4, generator=random)]
     for at in range(steps):
-        state = keep[:, at] * state + drive[:, at]
-        states.append(state)
-    torch.testing.assert_close(gated_scan(keep, drive, start), torch.stack(states, 1))
+        states.append(keep[:, at] * states[-1] + drive[:, at])
+    torch.testing.assert_close(gated_scan(keep, drive, states[0]), torch.stack(states[1:], 1))

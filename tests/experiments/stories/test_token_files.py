@@ -68,21 +68,13 @@ def test_the_same_stories_in_another_file_use_the_same_cache(load, source, tmp_p
     assert same(load(source=str(other)), one)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"max_stories": 50}, {"heldout": 0.3}, {"tokenizer": "bpe", "vocab": 300}, {"tokenizer": "bpe", "vocab": 310}],
-)
-def test_options_that_change_the_tokens_get_their_own_cache(load, tmp_path, changes):
-    load()
-    load(tokenizer="bpe", vocab=280)
-    load(**changes)
-    assert len(folders(tmp_path)) == 3
-
-
-def test_another_text_gets_its_own_cache(load, source, tmp_path):
-    one = load()
+def test_another_text_and_options_that_change_the_tokens_get_their_own_cache(load, source, tmp_path):
+    one, bpe = load(), ({"tokenizer": "bpe", "vocab": vocab} for vocab in (300, 310))
+    for count, changes in enumerate(({"max_stories": 50}, {"heldout": 0.3}, *bpe), 2):
+        load(**changes)
+        assert len(folders(tmp_path)) == count
     source.write_text(source.read_text().replace("cats", "dogs"))
-    assert load().fingerprint != one.fingerprint and len(folders(tmp_path)) == 2
+    assert load().fingerprint != one.fingerprint and len(folders(tmp_path)) == 6
 
 
 def test_without_a_cache_no_files_are_left(load, tmp_path, monkeypatch):
