@@ -65,7 +65,7 @@ def drawn() -> dict:
 def training(kind: str) -> dict:
     """Six updates with evaluation and saving, then two generated stories on XLA."""
     stories = load_stories("embedded", 2, 0.1, "chars", 0)
-    shape, trained, compiles = Shape(16, 2, 24, (DIAGONAL, ESN), heads=2, window=8), {}, []
+    shape, trained, compiles = Shape(16, 1, 24, (DIAGONAL, ESN), heads=2, window=8), {}, []
 
     def train(backend, session) -> None:
         model = trained[backend] = backend.place(build(kind, stories.vocab, shape, 0))
