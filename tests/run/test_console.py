@@ -2,31 +2,23 @@
 
 import sys
 
-import pytest
-
 from qat_lora.run import console
 from qat_lora.run.console import compared, summarise, time_left, watched
 
 
-@pytest.mark.parametrize(
-    "done, total, seconds, said",
-    [
-        (1, 11, 3, "30 s left"),
-        (10, 10, 3, "0 s left"),
-        (1, 2, 130, "2 min 10 s left"),
-        (1, 3, 3600, "2 h 0 min left"),
-        (0, 4, 1, "4 s left"),
-    ],
-)
-def test_time_left(done, total, seconds, said):
-    assert time_left(done, total, seconds) == said
+def test_time_left():
+    assert time_left(1, 11, 3) == "30 s left" and time_left(10, 10, 3) == "0 s left"
+    assert time_left(1, 2, 130) == "2 min 10 s left" and time_left(1, 3, 3600) == "2 h 0 min left"
+    assert time_left(0, 4, 1) == "4 s left"
 
 
 def test_without_a_terminal_progress_is_plain_lines_on_stderr(monkeypatch, capsys):
     monkeypatch.setattr(console, "PAUSE", 0.0)
     assert list(watched("abc", "letters", 3)) == ["a", "b", "c"]
+    list(watched([4, 2, 4], "rows", 10, size=int))  # an item may count for several rows
     said = capsys.readouterr()
-    assert said.err.splitlines() == ["letters: 1 of 3, 0 s left", "letters: 2 of 3, 0 s left"] and not said.out
+    wanted = [f"{what}, 0 s left" for what in ("letters: 1 of 3", "letters: 2 of 3", "rows: 4 of 10", "rows: 6 of 10")]
+    assert said.err.splitlines() == wanted and not said.out
 
 
 def test_short_jobs_and_other_workers_print_nothing(monkeypatch, capsys):
@@ -34,12 +26,6 @@ def test_short_jobs_and_other_workers_print_nothing(monkeypatch, capsys):
     monkeypatch.setattr(console, "PAUSE", 0.0)
     list(watched(range(5), "numbers", 5, shown=False))
     assert capsys.readouterr() == ("", "")
-
-
-def test_an_item_may_count_for_several_rows(monkeypatch, capsys):
-    monkeypatch.setattr(console, "PAUSE", 0.0)
-    list(watched([4, 2, 4], "rows", 10, size=int))
-    assert capsys.readouterr().err.splitlines() == ["rows: 4 of 10, 0 s left", "rows: 6 of 10, 0 s left"]
 
 
 def test_on_a_terminal_progress_is_a_bar_with_the_time_left(monkeypatch, capsys):
@@ -52,21 +38,11 @@ def test_on_a_terminal_progress_is_a_bar_with_the_time_left(monkeypatch, capsys)
 
 def test_the_summary_has_what_was_made_its_quality_and_the_next_command(capsys):
     summarise({"model": "runs/x/best.pt", "report": None}, ["KL 0.5; before training 2.0"], "make report")
-    assert capsys.readouterr().out.splitlines() == [
-        "",
-        "made     model: runs/x/best.pt",
-        "quality  KL 0.5; before training 2.0",
-        "next     make report",
-    ]
+    made, quality = "made     model: runs/x/best.pt", "quality  KL 0.5; before training 2.0"
+    assert capsys.readouterr().out.splitlines() == ["", made, quality, "next     make report"]
 
 
-@pytest.mark.parametrize(
-    "value, before, said",
-    [
-        (0.70219, 1.8891, "0.7022 nats/token; at first 1.8891"),
-        (0.5, 0.5, "0.5000 nats/token; at first 0.5000: no gain"),
-        (-1e-6, 0.0, "0.0000 nats/token; at first 0.0000: no gain"),
-    ],
-)
-def test_a_figure_is_shown_beside_its_baseline(value, before, said):
-    assert compared(value, before, "at first") == said
+def test_a_figure_is_shown_beside_its_baseline():
+    assert compared(0.70219, 1.8891, "at first") == "0.7022 nats/token; at first 1.8891"
+    assert compared(0.5, 0.5, "at first") == "0.5000 nats/token; at first 0.5000: no gain"
+    assert compared(-1e-6, 0.0, "at first") == "0.0000 nats/token; at first 0.0000: no gain"

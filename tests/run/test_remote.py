@@ -35,9 +35,8 @@ def test_the_newest_checkpoint_comes_back_unchanged(bucket, checkpoint, tmp_path
     assert urls.newest(bucket) == "step_10"
     found, older = urls.pull(bucket, tmp_path / "back")
     assert found == tmp_path / "back" / "step_10" and older == tmp_path / "back" / "step_9"
-    assert {file.name: file.read_text() for file in found.iterdir()} == {
-        file.name: file.read_text() for file in checkpoint(10).iterdir()
-    }
+    back, sent = ({file.name: file.read_text() for file in folder.iterdir()} for folder in (found, checkpoint(10)))
+    assert back == sent
 
 
 def test_an_incomplete_checkpoint_is_skipped(bucket, checkpoint, monkeypatch):
@@ -50,10 +49,8 @@ def test_an_incomplete_checkpoint_is_skipped(bucket, checkpoint, monkeypatch):
             raise ConnectionError("the line is dead")
         return put(self, *args, **kwargs)
 
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(UserError, match=r"cannot be used \(ConnectionError: the line is"),
-    ):
+    dead = r"cannot be used \(ConnectionError: the line is"
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=dead):
         patch.setattr(kind, "put_file", breaks)
         urls.push(checkpoint(2), bucket)
     assert urls.newest(bucket) == "step_1"
