@@ -13,13 +13,8 @@ from qat_lora.data.templates import begin_with_bos, set_template, template_facts
 from qat_lora.errors import UserError
 from qat_lora.models.generate import _turn_end
 
-TALK = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "Hi"},
-    {"role": "assistant", "content": "Hello"},
-    {"role": "user", "content": "Bye"},
-    {"role": "assistant", "content": "See you"},
-]
+TURNS = [("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello"), ("user", "Bye"), ("assistant", "See you")]
+TALK = [{"role": role, "content": content} for role, content in TURNS]
 CHATML = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in TALK)
 GEMMA = (
     "<start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\nHello<end_of_turn>\n"
@@ -50,6 +45,11 @@ def bare(tiny_tokenizer):
         return tokenizer
 
     return make
+
+
+@pytest.fixture
+def tokenizer(bare):
+    return bare("<|eot_id|>")
 
 
 @pytest.mark.parametrize("name, end, text", SHAPES)
@@ -104,8 +104,7 @@ def test_files_that_are_not_templates_are_refused(tiny_tokenizer, tmp_path, cont
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
-def test_bos_is_put_in_front_of_a_template_that_lacks_it(bare):
-    tokenizer = bare("<|eot_id|>")
+def test_bos_is_put_in_front_of_a_template_that_lacks_it(tokenizer):
     set_template(tokenizer, "llama3")
     with pytest.raises(UserError, match="no BOS token"):
         begin_with_bos(tokenizer)
@@ -115,8 +114,7 @@ def test_bos_is_put_in_front_of_a_template_that_lacks_it(bare):
         assert render_chat(TALK, tokenizer, "off")[0].text == "<|im_start|>" + LLAMA
 
 
-def test_a_run_identifies_its_template_by_content(tmp_path, bare):
-    tokenizer = bare("<|eot_id|>")
+def test_a_run_identifies_its_template_by_content(tmp_path, tokenizer):
     paths = [tmp_path / name for name in ("a", "b", "c")]
     for path, text in zip(paths, ("one", "one", "two")):
         path.write_text(text)
@@ -126,8 +124,7 @@ def test_a_run_identifies_its_template_by_content(tmp_path, bare):
 
 
 # -- templates with a date, named templates ----------------------------------------------------------------------------
-def test_a_template_prints_the_given_date(bare):
-    tokenizer = bare("<|eot_id|>")
+def test_a_template_prints_the_given_date(tokenizer):
     tokenizer.chat_template = "{{ strftime_now('%d %b %Y %H:%M') }}" + DATELESS
     (today,) = render_chat(TALK[1:3], tokenizer, "off")
     assert today.text.startswith(datetime.now().strftime("%d %b %Y"))
@@ -147,27 +144,20 @@ def test_a_template_prints_the_given_date(bare):
         "strftime_now('%Y' if true else '%y') ~ strftime_now('%s')",
     ],
 )  # fmt: skip
-def test_a_fixed_date_is_formatted_as_by_strftime(bare, call):
-    tokenizer = bare("<|eot_id|>")
+def test_a_fixed_date_is_formatted_as_by_strftime(tokenizer, call):
     tokenizer.chat_template = "\n{% set now = " + call + " %}{{ now }}"
-    date = datetime(2024, 7, 6, 18, 5, 9)
-    tokenizer.template_date = date
+    tokenizer.template_date = date = datetime(2024, 7, 6, 18, 5, 9)
     found = render(TALK[1:2], tokenizer, False)
     formats = re.findall(r"strftime_now\((?:format=)?(.*?)\)", call)
     wanted = [date.strftime(eval(f.replace("~", "+").replace("true", "True"))) for f in formats]
     assert found == "\n" + "".join(wanted)
 
 
-def test_one_of_several_named_templates_must_be_chosen_if_there_is_no_default(bare):
-    tokenizer = bare("<|eot_id|>")
+def test_one_of_several_named_templates_must_be_chosen_if_there_is_no_default(tokenizer):
     tokenizer.chat_template = {"plain": DATELESS, "tools": "{{ 'tools' }}" + DATELESS}
     with pytest.raises(UserError, match=r"templates named plain, tools and no default; .*--chat-template plain"):
         render_chat(TALK[1:3], tokenizer, "off")
     set_template(tokenizer, "tools")
     assert render_chat(TALK[1:3], tokenizer, "off")[0].text.startswith("tools")
-
-
-def test_the_default_of_named_templates_is_used(bare):
-    tokenizer = bare("<|eot_id|>")
     tokenizer.chat_template = {"default": DATELESS, "tools": "{{ 'tools' }}" + DATELESS}
     assert render_chat(TALK[1:3], tokenizer, "off")[0].text.startswith("user: Hi")
