@@ -12,7 +12,7 @@ import torch
 from qat_lora.backend import detect, is_xla_device, open_backend, tpu_chips
 from qat_lora.errors import UserError
 
-GVNIC = ("0x1ae0", "0x0042")  # Google's network card, in every cloud VM
+GVNIC, V6E = ("0x1ae0", "0x0042"), ("0x1ae0", "0x006f")  # Google's network card, in every cloud VM; a TPU chip
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_each_kind_of_chip_is_known(pci, device, kind):
 
 
 def test_chips_are_counted_and_other_cards_are_not(pci):
-    pci(GVNIC, ("0x1ae0", "0x006f"), ("0x8086", "0x006f"), ("0x10de", "0x2330"), ("0x1ae0", "0x006f"), GVNIC)
+    pci(GVNIC, V6E, ("0x8086", "0x006f"), ("0x10de", "0x2330"), V6E, GVNIC)
     assert detect.tpu_chips() == ["v6e", "v6e"]
 
 
@@ -64,59 +64,49 @@ def test_an_unreadable_bus_has_no_chips(pci, tmp_path):
 
 # -- resolve ---------------------------------------------------------------------------------------------------------
 @pytest.mark.xla
-def test_auto_without_chips_is_cpu_even_if_torch_xla_is_installed(pci):
-    pci(GVNIC)
-    assert detect.resolve("auto") == detect.resolve() == "cpu"
-    assert "PJRT_DEVICE" not in os.environ
-
-
-@pytest.mark.xla
-def test_auto_prefers_chips_then_cuda(pci, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert detect.resolve("auto") == "cuda"
-    pci(("0x1ae0", "0x0063"))
-    assert detect.resolve("auto") == "xla"
-    assert os.environ["PJRT_DEVICE"] == "TPU"
-
-
-def test_cpu_stays_cpu_on_a_machine_with_chips(pci, monkeypatch):
-    pci(("0x1ae0", "0x0063"))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert detect.resolve("cpu") == "cpu"
-    assert detect.resolve("cuda") == "cuda"
-
-
-def test_an_explicit_tpu_without_a_chip_says_what_was_looked_for(pci):
-    pci(GVNIC)
-    with pytest.raises(UserError, match=r"device=tpu: no TPU chip on the PCI bus \(vendor 0x1ae0\).*--device auto"):
-        detect.resolve("tpu")
-
-
-@pytest.mark.xla
-@pytest.mark.parametrize("value", ["TPU", "tpu"])
-def test_pjrt_device_tpu_means_device_tpu(pci, monkeypatch, value):
-    monkeypatch.setenv("PJRT_DEVICE", value)
-    with pytest.raises(UserError, match="no TPU chip"):
-        detect.resolve("auto")
-    assert detect.resolve("cpu") == "cpu"  # a flag wins over the environment
-    pci(("0x1ae0", "0x005e"))
-    assert detect.resolve("auto") == detect.resolve("tpu") == "xla"
-
-
-@pytest.mark.xla
-@pytest.mark.parametrize("cards, device", [([], "CPU"), ([("0x1ae0", "0x006f")], "TPU")])
-def test_xla_uses_chips_if_there_are_any_unless_the_environment_says_cpu(pci, monkeypatch, cards, device):
+@pytest.mark.parametrize(
+    "requested, cards, gpus, before, device, after",  # before, after: PJRT_DEVICE
+    [
+        ("auto", [GVNIC], 0, None, "cpu", None),
+        ("auto", [], 1, None, "cuda", None),
+        ("auto", [V6E], 1, None, "xla", "TPU"),
+        ("auto", [V6E], 0, "TPU", "xla", "TPU"),
+        ("auto", [], 0, "CPU", "cpu", "CPU"),
+        ("cpu", [V6E], 1, "TPU", "cpu", "TPU"),  # a flag wins over the environment
+        ("cuda", [V6E], 1, None, "cuda", None),
+        ("tpu", [V6E], 0, "tpu", "xla", "TPU"),
+        ("xla", [], 0, None, "xla", "CPU"),  # torch_xla's CPU device
+        ("xla", [V6E], 0, None, "xla", "TPU"),
+        ("xla", [V6E], 0, "CPU", "xla", "CPU"),
+    ],
+)
+def test_the_device_follows_flag_environment_and_chips(pci, monkeypatch, requested, cards, gpus, before, device, after):
     pci(*cards)
-    assert detect.resolve("xla") == "xla" and os.environ["PJRT_DEVICE"] == device
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    assert detect.resolve("xla") == "xla" and os.environ["PJRT_DEVICE"] == "CPU"
-    if not cards:
-        assert detect.resolve("auto") == "cpu"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    if before:
+        monkeypatch.setenv("PJRT_DEVICE", before)
+    assert detect.resolve(requested) == device and os.environ.get("PJRT_DEVICE") == after
 
 
 @pytest.mark.parametrize(
-    "requested, cards", [("xla", []), ("tpu", [("0x1ae0", "0x006f")]), ("auto", [("0x1ae0", "0x006f")])]
+    "requested, pjrt, said",
+    [
+        ("tpu", None, r"device=tpu: no TPU chip on the PCI bus \(vendor 0x1ae0\).*--device auto"),
+        ("auto", "TPU", "no TPU chip"),
+        ("auto", "tpu", "no TPU chip"),
+        ("cuda", None, "device=cuda: .*sees no CUDA.*--device cpu"),
+        ("gpu", None, "device='gpu' is not one of auto, cpu, cuda, tpu, xla"),
+    ],
 )
+def test_an_absent_or_unknown_device_is_refused(pci, monkeypatch, requested, pjrt, said):
+    pci(GVNIC)
+    if pjrt:
+        monkeypatch.setenv("PJRT_DEVICE", pjrt)
+    with pytest.raises(UserError, match=said):
+        detect.resolve(requested)
+
+
+@pytest.mark.parametrize("requested, cards", [("xla", []), ("tpu", [V6E]), ("auto", [V6E])])
 def test_a_missing_torch_xla_is_named(pci, without_xla, requested, cards):
     pci(*cards)
     with pytest.raises(UserError, match=r"torch_xla is not installed; pip install -r requirements-tpu.txt"):
@@ -125,13 +115,6 @@ def test_a_missing_torch_xla_is_named(pci, without_xla, requested, cards):
 
 def test_cpu_and_auto_need_no_torch_xla(pci, without_xla):
     assert detect.resolve("auto") == detect.resolve("cpu") == "cpu"
-
-
-def test_absent_cuda_and_unknown_device_are_refused(pci):
-    with pytest.raises(UserError, match=r"device=cuda: .*sees no CUDA.*--device cpu"):
-        detect.resolve("cuda")
-    with pytest.raises(UserError, match=r"device='gpu' is not one of auto, cpu, cuda, tpu, xla"):
-        detect.resolve("gpu")
 
 
 def test_unknown_precision_is_refused():

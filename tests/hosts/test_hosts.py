@@ -196,11 +196,6 @@ def test_an_address_of_no_host_is_named(pair, recovery, tmp_path):
     refused(pair.by_hand(*command, address=nobody), f"found no worker 0 at {nobody}:29500 within 4 s")
 
 
-def test_a_duplicate_rank_is_refused_on_both_hosts(pair, recovery, tmp_path):
-    jobs = pair.by_hand(*recovery(tmp_path / "r", 60), RANK=0)
-    refused(jobs, "RANK=0 is taken by worker 0 on host", "at hosta:29500")
-
-
 def test_two_jobs_on_one_port_are_told_apart(pair, recovery, tmp_path):
     first = pair.by_hand(*recovery(tmp_path / "r", 100000))
     first[0].waits_for("step 5 ")
