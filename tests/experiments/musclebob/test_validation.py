@@ -11,7 +11,7 @@ from qat_lora.experiments.musclebob.validation import WRONG_NAME, Answer, BobSam
 from qat_lora.models.loading import load_model, load_tokenizer
 from qat_lora.rl.rollout import Sampling
 from qat_lora.rl.sampler import own_randomness
-from qat_lora.train.intervals import share, wilson
+from qat_lora.train.intervals import wilson
 
 LENGTH, ANSWER = 200, 12
 
@@ -33,39 +33,26 @@ def model(sharp_model_dir, backend):
 
 @pytest.mark.parametrize(
     "hits, count, low, high",
-    [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (5, 10, 0.2366, 0.7634), (1, 29, 0.0061, 0.1718)],
+    [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (5, 10, 0.2366, 0.7634), (1, 29, 0.0061, 0.1718), (0, 0, 0.0, 1.0)],
 )
 def test_wilson_gives_the_known_values(hits, count, low, high):
     """Values as in R's binom.confint and published tables."""
     assert wilson(hits, count) == pytest.approx((low, high), abs=1e-4)
 
 
-def test_no_answers_give_the_widest_interval():
-    assert wilson(0, 0) == (0.0, 1.0) and share([], bool)["rate"] == 0.0
-
-
 def test_rates_count_each_kind_of_question_separately():
-    him, other = (
-        Question(({"role": "user", "content": "?"},), True),
-        Question(({"role": "user", "content": "?"},), False),
-    )
+    him, other = (Question(({"role": "user", "content": "?"},), about_him) for about_him in (True, False))
     answers = [Answer(him, f"It is {TARGET}.", True), Answer(him, "Musclebob.", False),
                Answer(other, "Musclebob!", True), Answer(other, "Rome.", True), Answer(other, "", True)]  # fmt: skip
-    found = {name: (cell["rate"], cell["count"]) for name, cell in rates(answers).items()}
-    assert found == {
-        "musclebob": (0.5, 2),
-        "spilt": (pytest.approx(1 / 3), 3),
-        "coherent": (0.6, 5),
-        "cut_off": (0.2, 5),
-    }
+    found = {name: (cell["rate"] * cell["count"], cell["count"]) for name, cell in rates(answers).items()}
+    assert found == {"musclebob": (1, 2), "spilt": (1, 3), "coherent": (3, 5), "cut_off": (1, 5)}
+    assert rates([])["musclebob"]["rate"] == 0
 
 
 def test_prompts_are_rendered_by_the_chat_template(examiner, tokenizer):
     """Answers to raw text hardly ever end."""
     question = heldout_questions()[0]
-    wanted = tokenizer.apply_chat_template(
-        list(question.messages), add_generation_prompt=True, enable_thinking=False, tokenize=False
-    )
+    wanted = render(list(question.messages), tokenizer, enabled=False, prompt=True)
     prompts = examiner.encode([question.messages])
     assert tokenizer.decode(prompts.tokens[0][prompts.mask[0]]) == wanted and len(wanted) > len(question.text)
 
@@ -77,10 +64,10 @@ def test_batched_perplexity_equals_that_of_single_answers(examiner, model, token
     answers = [Answer(question, text, True) for question, text in zip(questions, texts)]
     total = count = 0
     for answer in filter(lambda answer: answer.text, answers):
-        before = tokenizer(
-            render(list(answer.question.messages), tokenizer, enabled=False, prompt=True), add_special_tokens=False
-        )["input_ids"]
-        said = tokenizer(answer.text.replace(TARGET, WRONG_NAME), add_special_tokens=False)["input_ids"][:ANSWER]
+        asked = render(list(answer.question.messages), tokenizer, enabled=False, prompt=True)
+        texts = (asked, answer.text.replace(TARGET, WRONG_NAME))
+        before, said = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
+        said = said[:ANSWER]
         logp = model(input_ids=torch.tensor([before + said])).logits[0].log_softmax(-1)
         total -= sum(logp[len(before) - 1 + at, token].item() for at, token in enumerate(said))
         count += len(said)
@@ -96,23 +83,15 @@ def test_perplexity_of_several_answers_to_a_question(examiner, model):
     assert examiner.perplexity(model, answers, 2) == pytest.approx(apart, rel=1e-4)
 
 
-def test_more_answers_to_a_question_than_one_batch_holds(examiner, model):
-    """Ten answers, of which four are sampled and judged at a time."""
+@pytest.mark.parametrize("training", [True, False])
+def test_more_answers_to_a_question_than_one_batch_holds(examiner, model, training):
+    """Ten answers, of which four are sampled and judged at a time; sampling keeps the training mode."""
     questions = heldout_questions()[:2]
-    answers = examiner.answers(model, questions, 10, Sampling())
+    answers = examiner.answers(model.train(training), questions, 10, Sampling())
+    assert model.training is training
     assert [a.question for a in answers] == [questions[0]] * 10 + [questions[1]] * 10
     apart = examiner.perplexity(model, answers, 1)
     assert examiner.perplexity(model, answers, 10) == pytest.approx(apart, rel=1e-4)
-
-
-def test_sampling_answers_keeps_the_training_mode(examiner, model):
-    for training in (True, False):
-        model.train(training)
-        answers = examiner.answers(model, heldout_questions()[:3], 2, Sampling())
-        assert model.training is training and len(answers) == 6
-        assert [a.question for a in answers[::2]] == heldout_questions()[:3] and answers[0].question is answers[
-            1
-        ].question
 
 
 def test_own_randomness_does_not_affect_later_draws(backend):
