@@ -15,6 +15,7 @@ os.environ["USE_TORCH_XLA"] = "0"  # set before transformers is imported, which 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+import torch
 
 from qat_lora.hardware import tiny
 
