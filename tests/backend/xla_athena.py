@@ -58,7 +58,6 @@ def training(name: str, exact: bool = False, checkpointing: bool = False, **shap
 # XLA alike, and Adam's first steps follow the sign of even the smallest gradients. fp64 has no error to amplify.
 attention = partial(training, "attention", num_kv_heads=1)
 checkpointed = partial(training, "checkpointed", checkpointing=True, num_kv_heads=1)
-mlp = partial(training, "mlp", exact=True, mlp_t=True)
 one_step = partial(training, "one_step", exact=True, mlp_t=True, one_step_gradient=True)
 
 

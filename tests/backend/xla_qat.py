@@ -84,18 +84,6 @@ def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 # -- training --------------------------------------------------------------------------------------------------------
-def placing() -> dict:
-    student = make_student(XLA)
-    trained = [p for p in student.parameters() if p.requires_grad]
-    optimizer = new_optimizer(parameter_groups(student, 1e-3, 1e-3), XLA)
-    return {
-        "tied": student.lm_head.weight is student.model.embed_tokens.weight,
-        "device": student.lm_head.weight.device.type,
-        "same ids": {id(p) for g in optimizer.param_groups for p in g["params"]} == set(map(id, trained)),
-        "gradients": all(p.grad is not None for p in trained),
-    }
-
-
 def qat() -> dict:
     """train_qat with everything on: warm-up, accumulation, logging, evaluation, saving, more than one epoch."""
 

@@ -2,11 +2,10 @@
 
 from functools import partial
 
-import memory_capacity
 import torch
 import torch_xla
 from loops import train_plain
-from xla_process import CPU, OUT, XLA, on_both
+from xla_process import CPU, XLA, on_both
 
 from qat_lora.experiments.stories.evaluation import heldout, story_loss, tell
 from qat_lora.experiments.stories.models import Shape, build
@@ -42,24 +41,6 @@ def states(spec: ReservoirSpec) -> dict:
 
 
 states_of_esn, states_of_diagonal = partial(states, ESN), partial(states, DIAGONAL)
-
-
-def drawn() -> dict:
-    """An echo-state reservoir on the device: its drawn properties, how far apart two initial states stay, and, in
-    memory.pt, its states in the memory test."""
-    cell = XLA.place(reservoir(ESN, 8))
-    w, leak = cell.w.cpu(), cell.leak.cpu()
-    x = torch.randn(1, 300, 8, generator=torch.Generator().manual_seed(0)).to(XLA.device)
-    here, there = (cell(x, begin)[0].cpu() for begin in (cell.begin(1), cell.begin(1) + 0.5))
-    remembering = XLA.place(reservoir(memory_capacity.SPEC, 1))
-    inputs = memory_capacity.INPUTS.view(1, -1, 1).to(XLA.device)
-    torch.save(remembering(inputs, remembering.begin(1))[0][0].cpu(), OUT / "memory.pt")
-    return {
-        "radius": torch.linalg.eigvals(w).abs().max().item(),
-        "density": (w != 0).float().mean().item(),
-        "leak": [leak.min().item(), leak.max().item()],
-        "apart": (here - there).norm(dim=2)[0, [0, -1]].tolist(),
-    }
 
 
 def training(kind: str) -> dict:
