@@ -10,17 +10,7 @@ import torch
 
 from qat_lora.errors import UserError, report
 
-
-def too_much():
-    torch.empty(2**55)
-
-
-def bad():
-    raise UserError("--steps 0:\n use 1")
-
-
-def unexpected():
-    raise RuntimeError("odd\nsecond line")
+UNEXPECTED = "unexpected error, rerun with --debug for the traceback"
 
 
 class Mute(RuntimeError):
@@ -28,45 +18,44 @@ class Mute(RuntimeError):
         raise KeyError("no text")
 
 
-def mute():
-    raise Mute
-
-
 @pytest.mark.parametrize(
-    "function, code, line",
+    "error, code, line",
     [
-        (too_much, 2, "error: out of memory ("),
-        (bad, 2, "error: --steps 0: use 1\n"),
-        (unexpected, 1, "error: RuntimeError: odd; unexpected error, rerun with --debug for the traceback\n"),
-        (mute, 1, "error: Mute: Mute; unexpected error, rerun with --debug for the traceback\n"),
+        (UserError("--steps 0:\n use 1"), 2, "--steps 0: use 1"),
+        (RuntimeError("odd\nsecond line"), 1, f"RuntimeError: odd; {UNEXPECTED}"),
+        (Mute(), 1, f"Mute: Mute; {UNEXPECTED}"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "runs/a"),
+            2,
+            "runs/a: No space left on device; free some space and run the command again (training: with --resume auto)",
+        ),
     ],
 )
-def test_errors_end_with_their_exit_code_and_one_line(function, code, line, capsys):
-    try:
-        function()
-    except Exception as error:
-        assert report(error) == code
+def test_errors_end_with_their_exit_code_and_one_line(error, code, line, capsys):
+    assert report(error) == code
+    assert capsys.readouterr().err == f"error: {line}\n"
+
+
+def test_memory_that_torch_cannot_allocate_is_reported(capsys):
+    with pytest.raises(RuntimeError) as error:
+        torch.empty(2**55)
+    assert report(error.value) == 2
     said = capsys.readouterr().err
-    assert said.startswith(line) and said.count("\n") == 1
+    assert said.startswith("error: out of memory (") and said.count("\n") == 1
 
 
-BROKEN = """
-import sys
-from qat_lora.errors import report
-sys.exit(report(BrokenPipeError(32, "Broken pipe"), with_traceback="--traceback" in sys.argv))
-"""
-
-
-def broken_pipe(stdout, *flags: str) -> subprocess.CompletedProcess:
+def broken_pipe(stdout, several: bool = False) -> subprocess.CompletedProcess:
     """A program that ends with a BrokenPipeError."""
-    return subprocess.run([sys.executable, "-c", BROKEN, *flags], stdout=stdout, stderr=subprocess.PIPE, text=True)
+    broken = f"report(BrokenPipeError(32, 'Broken pipe'), with_traceback={several})"
+    code = f"import sys\nfrom qat_lora.errors import report\nsys.exit({broken})"
+    return subprocess.run([sys.executable, "-c", code], stdout=stdout, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("flags", [(), ("--traceback",)], ids=["one worker", "several"])
-def test_a_closed_output_pipe_ends_the_program_silently(flags):
+@pytest.mark.parametrize("several", [False, True], ids=["one worker", "several"])
+def test_a_closed_output_pipe_ends_the_program_silently(several):
     reader, writer = os.pipe()
     os.close(reader)
-    done = broken_pipe(writer, *flags)
+    done = broken_pipe(writer, several)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
 
@@ -74,14 +63,6 @@ def test_a_closed_output_pipe_ends_the_program_silently(flags):
 def test_any_other_broken_pipe_is_an_error():
     done = broken_pipe(subprocess.PIPE)
     assert done.returncode == 2 and done.stderr.startswith("error: a connection broke ([Errno 32] Broken pipe)")
-
-
-def test_a_full_disk_is_reported(capsys):
-    assert report(OSError(errno.ENOSPC, "No space left on device", "runs/a")) == 2
-    assert capsys.readouterr().err == (
-        "error: runs/a: No space left on device; free some space and run the command again (training: with "
-        "--resume auto)\n"
-    )
 
 
 def test_a_sigterm_during_shutdown_changes_nothing(tmp_path):
