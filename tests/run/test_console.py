@@ -1,9 +1,17 @@
 """The progress of long jobs, and the summary at the end of a run."""
 
 import sys
+from types import SimpleNamespace
+
+import pytest
 
 from qat_lora.run import console
 from qat_lora.run.console import compared, summarise, time_left, watched
+
+
+@pytest.fixture(autouse=True)
+def stopped_clock(monkeypatch):
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: 0.0))
 
 
 def test_time_left():
