@@ -21,27 +21,30 @@ def blocks():
 
 torch.ones(2**22)  # after 16 MB are freed, glibc gives smaller blocks no mapping of their own, unless told to
 keep_freed_memory()
-tidy, before, said = tidier(), resident(), []
+tidy, before = tidier(), resident()
+
+def say():
+    print(resident() - before)
+
 held = blocks()
 last = torch.ones(8)  # above the others: without it they would be the heap's top
-said.append(resident() - before)
+say()
 del held
-said.append(resident() - before)
+say()
 tidy(2**29)
-said.append(resident() - before)
+say()
 tidy(2**26)
-said.append(resident() - before)
+say()
 with giving_memory_back():
     held = torch.ones(2**27)  # 512 MB, more than the heap has free
     del held
-    said.append(resident() - before)
+    say()
     held = blocks()
     del held
-said.append(resident() - before)
+say()
 held = blocks()
 del held
-said.append(resident() - before)
-print(*said)
+say()
 """
 
 
