@@ -134,6 +134,7 @@ def test_main_first_runs_worker_0_first(together):
     entered = []
 
     def work(group):
+        time.sleep(0.1 * (group.rank == 0))  # it comes last
         with group.main_first():
             entered.append(group.rank)
             time.sleep(0.1 * (group.rank == 0))
