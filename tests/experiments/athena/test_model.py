@@ -1,6 +1,7 @@
 """The recursive model against an independent plain one in fp64, and its parts on known values."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from qat_lora.experiments.athena.model import (
     fresh,
     halting,
     refill,
-    rms,
     segment_loss,
     sign_sums,
     sign_update,
@@ -34,6 +34,10 @@ KINDS = {
     "one step": {"mlp_t": True, "one_step_gradient": True},
     "three layers": {"L_layers": 3, "H_cycles": 1, "L_cycles": 1},
 }
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.double)
 
 
 def model_of(**changes) -> RecursiveModel:
@@ -110,22 +114,16 @@ def test_a_segment_and_its_gradient_equal_the_plain_model_in_fp64(kind, checkpoi
 
 def test_only_the_last_cycle_has_a_gradient():
     """Comparison with the plain model would not show a gradient that reaches too far back in both."""
-    model = model_of(mlp_t=True)
+    model, before, last = (model_of(mlp_t=True, H_cycles=cycles) for cycles in (3, 2, 1))  # with equal weights
     (z_H, z_L, inputs, picked), _ = rows_of(model)
-    last = RecursiveModel(RecursiveSpec(VOCAB, LENGTH, **(SIZES | {"mlp_t": True, "H_cycles": 1}))).double()
-    last.load_state_dict(model.state_dict())
-    before = RecursiveModel(RecursiveSpec(VOCAB, LENGTH, **(SIZES | {"mlp_t": True, "H_cycles": 2}))).double()
-    before.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        z_H_2, z_L_2 = before(z_H, z_L, inputs, picked)[:2]
-    one = torch.autograd.grad(model(z_H, z_L, inputs, picked)[2].square().sum(), model.head)
-    other = torch.autograd.grad(last(z_H_2, z_L_2, inputs, picked)[2].square().sum(), last.head)
-    torch.testing.assert_close(one, other)
-    full, short = (
-        torch.autograd.grad(m(*s, inputs, picked)[2].square().sum(), m.blocks[0].mlp[0])[0]
-        for m, s in ((model, (z_H, z_L)), (last, (z_H_2, z_L_2)))
-    )
-    torch.testing.assert_close(full, short)
+    states = [tensor.detach() for tensor in before(z_H, z_L, inputs, picked)[:2]]
+    for found, wanted in zip(
+        *(
+            torch.autograd.grad(m(*begin, inputs, picked)[2].square().sum(), [m.head, m.blocks[0].mlp[0]])
+            for m, begin in ((model, (z_H, z_L)), (last, states))
+        )
+    ):
+        torch.testing.assert_close(found, wanted)
 
 
 def test_returned_states_are_detached_and_logits_are_not():
@@ -137,17 +135,11 @@ def test_returned_states_are_detached_and_logits_are_not():
 @pytest.mark.parametrize("places", [5, FEW_POSITIONS + 1])
 @pytest.mark.parametrize("causal", [False, True])
 def test_both_attention_implementations_equal_softmax_attention(places, causal):
-    made = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, 3, places, 4, generator=made, dtype=torch.double) for _ in range(3))
+    q, k, v = noise(3, 2, 3, places, 4)
     scores = q @ k.transpose(2, 3) / 2
     if causal:
         scores = scores.masked_fill(torch.ones(places, places).triu(1).bool(), -torch.inf)
     torch.testing.assert_close(attention(q, k, v, causal), scores.softmax(-1) @ v)
-
-
-def test_rms_divides_by_the_root_mean_square():
-    x = torch.randn(3, 4, 8, dtype=torch.double, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(rms(x), x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt())
 
 
 # -- the loss --------------------------------------------------------------------------------------------------------
@@ -159,11 +151,10 @@ def test_stablemax_follows_its_definition():
 
 
 def test_stablemax_in_fp32_equals_fp64_even_for_large_logits():
-    logits = torch.randn(4, 9, 11, generator=torch.Generator().manual_seed(0)) * 1e4
+    logits = noise(4, 9, 11).float() * 1e4
     labels = logits.argmin(-1)
-    torch.testing.assert_close(
-        stablemax_loss(logits, labels), stablemax_loss(logits.double(), labels).float(), rtol=1e-5, atol=1e-5
-    )
+    wanted = stablemax_loss(logits.double(), labels).float()
+    torch.testing.assert_close(stablemax_loss(logits, labels), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_stablemax_has_the_right_gradient_at_0():
@@ -178,10 +169,20 @@ def test_positions_without_a_label_affect_neither_loss_nor_correctness():
     labels = torch.tensor([[1, 1, IGNORE], [1, 2, IGNORE]])
     loss, right = segment_loss(logits, torch.zeros(2), labels)
     assert right.tolist() == [True, False]
-    logits[:, 2] = 7.0
-    assert segment_loss(logits, torch.zeros(2), labels)[0].tolist() == loss.tolist()
-    cells = stablemax_loss(logits, labels).sum(1) / 2
+    cells = stablemax_loss(logits[:, :2], labels[:, :2]).mean(1)
     assert (loss - cells).tolist() == pytest.approx([0.5 * math.log(2)] * 2)
+
+
+def test_a_row_without_a_label_has_no_loss_and_no_target_for_the_head():
+    logits, halt = noise(3, LENGTH, VOCAB).requires_grad_(), torch.tensor([0.5, -2.0, 3.0], requires_grad=True)
+    labels = torch.full((3, LENGTH), IGNORE)
+    labels[0] = logits[0].argmax(-1)
+    labels[2, 1] = (logits[2, 1].argmax() + 1) % VOCAB
+    loss, right = segment_loss(logits, halt, labels)
+    loss.sum().backward()
+    assert right.tolist() == [True, False, False] and loss[1] == 0
+    assert halt.grad[1] == 0 and not logits.grad[1].any() and halt.grad[0] < 0 < halt.grad[2]
+    assert torch.equal(segment_loss(logits[::2], halt[::2], labels[::2])[0], loss[::2])
 
 
 def test_the_halting_head_starts_with_zero_weight_and_its_bias():
@@ -191,28 +192,28 @@ def test_the_halting_head_starts_with_zero_weight_and_its_bias():
 
 
 # -- nothing leaks ---------------------------------------------------------------------------------------------------
-def test_in_causal_rows_a_token_does_not_affect_earlier_positions():
-    model = model_of(causal=True)
+def outputs_with_another_token(kind: dict, at: int) -> list[tuple]:
+    """A segment of the same rows, without and with another token at one position."""
+    model = model_of(**kind)
     (z_H, z_L, inputs, picked), _ = rows_of(model)
+    changed = inputs.clone()
+    changed[:, at] = changed[:, at] % (VOCAB - 1) + 1
     with torch.no_grad():
-        for at in range(LENGTH):
-            changed = inputs.clone()
-            changed[:, at] = changed[:, at] % (VOCAB - 1) + 1
-            one, other = (model(z_H, z_L, tokens, picked) for tokens in (inputs, changed))
-            assert torch.equal(one[2][:, :at], other[2][:, :at]) and not torch.equal(one[2][:, at], other[2][:, at])
-            assert torch.equal(one[3], other[3]), "the halting head has seen an answer"
+        return [model(z_H, z_L, tokens, picked) for tokens in (inputs, changed)]
 
 
-def test_without_causal_every_token_is_seen_by_every_position():
+@pytest.mark.parametrize("at", range(LENGTH))
+def test_in_causal_rows_a_token_does_not_affect_earlier_positions(at):
+    one, other = outputs_with_another_token(KINDS["causal"], at)
+    assert torch.equal(one[2][:, :at], other[2][:, :at]) and not torch.equal(one[2][:, at], other[2][:, at])
+    assert torch.equal(one[3], other[3]), "the halting head has seen an answer"
+
+
+@pytest.mark.parametrize("kind", ["mlp", "attention"])
+def test_without_causal_every_token_is_seen_by_every_position(kind):
     """So next-token labels would leak: text rows must be causal or leave the response out of the input."""
-    for kind in ("mlp", "attention"):
-        model = model_of(**KINDS[kind])
-        (z_H, z_L, inputs, picked), _ = rows_of(model)
-        changed = inputs.clone()
-        changed[:, -1] = changed[:, -1] % (VOCAB - 1) + 1
-        with torch.no_grad():
-            one, other = (model(z_H, z_L, tokens, picked)[2] for tokens in (inputs, changed))
-        assert (one[:, 0] != other[:, 0]).any()
+    one, other = outputs_with_another_token(KINDS[kind], LENGTH - 1)
+    assert (one[2][:, 0] != other[2][:, 0]).any()
 
 
 # -- the carry -------------------------------------------------------------------------------------------------------
@@ -233,12 +234,8 @@ def test_when_a_row_halts(logit, done, budget, least, through):
 
 
 def batch_of(value: int) -> dict:
-    return {
-        "inputs": torch.full((3, LENGTH), value),
-        "labels": torch.full((3, LENGTH), value + 1),
-        "identifiers": torch.full((3,), value),
-        "budgets": torch.full((3,), value),
-    }
+    rows, each = torch.full((3, LENGTH), value), torch.full((3,), value)
+    return {"inputs": rows, "labels": rows + 1, "identifiers": each, "budgets": each}
 
 
 def test_only_halted_rows_are_replaced_budgets_included():
@@ -246,46 +243,30 @@ def test_only_halted_rows_are_replaced_budgets_included():
     carry = refill(fresh(model, 3), batch_of(1), model)
     assert (carry.inputs == 1).all() and (carry.labels == 2).all() and carry.budgets.tolist() == [1, 1, 1]
     assert carry.segments.tolist() == [0, 0, 0] and not carry.halted.any()
-    torch.testing.assert_close(carry.z_H, model.H_init.expand(3, 1 + LENGTH, -1))
-    torch.testing.assert_close(carry.z_L, model.L_init.expand(3, 1 + LENGTH, -1))
-    moved = type(carry)(
-        **vars(carry) | {"z_H": carry.z_H + 1, "z_L": carry.z_L + 1, "segments": torch.tensor([1, 2, 3]),
-                         "halted": torch.tensor([False, True, False])}
+    begin = [init.expand(3, 1 + LENGTH, -1) for init in (model.H_init, model.L_init)]
+    torch.testing.assert_close([carry.z_H, carry.z_L], begin)
+    moved = replace(
+        carry, z_H=carry.z_H + 1, z_L=carry.z_L + 1, segments=torch.tensor([1, 2, 3]),
+        halted=torch.tensor([False, True, False]),
     )  # fmt: skip
     again = refill(moved, batch_of(3), model)
     assert again.inputs[:, 0].tolist() == [1, 3, 1] and again.labels[:, 0].tolist() == [2, 4, 2]
     assert again.identifiers.tolist() == [1, 3, 1] and again.budgets.tolist() == [1, 3, 1]
     assert again.segments.tolist() == [1, 0, 3] and not again.halted.any()
-    torch.testing.assert_close(again.z_H[[0, 2]], moved.z_H[[0, 2]])
-    torch.testing.assert_close(again.z_H[1], model.H_init.expand(1 + LENGTH, -1))
-    torch.testing.assert_close(again.z_L[1], model.L_init.expand(1 + LENGTH, -1))
+    for found, kept, first in zip((again.z_H, again.z_L), (moved.z_H, moved.z_L), begin):
+        torch.testing.assert_close(found[[0, 2]], kept[[0, 2]])
+        torch.testing.assert_close(found[1], first[1])
 
 
 # -- the puzzles' embeddings -----------------------------------------------------------------------------------------
 def test_sign_update_moves_only_embeddings_of_puzzles_in_the_batch():
-    table = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
-    before = table.clone()
-    gradient = torch.tensor([[1.0, -2, 0, 3], [-4.0, 1, 0, 1], [0.5, 0.5, 0.5, -0.5]])
+    table = noise(6, 4)
+    before, still = table.clone(), [0, 1, 3, 4]
+    gradient = torch.tensor([[1.0, -2, 0, 3], [-4.0, 1, 0, 1], [0.5, 0.5, 0.5, -0.5]]).double()
     sign_update(table, *sign_sums(torch.tensor([2, 2, 5]), gradient, 6), 0.1, 0.5)
-    for row in (0, 1, 3, 4):
-        assert torch.equal(table[row], before[row])
-    for row, total in ((2, gradient[:2].sum(0)), (5, gradient[2])):
-        torch.testing.assert_close(table[row], before[row] * (1 - 0.1 * 0.5) - 0.1 * total.sign())
-        assert not torch.equal(table[row], before[row])
-
-
-def test_a_row_without_a_label_has_no_loss_and_no_target_for_the_head():
-    logits = torch.randn(3, LENGTH, VOCAB, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    halt = torch.tensor([0.5, -2.0, 3.0], requires_grad=True)
-    labels = torch.full((3, LENGTH), IGNORE)
-    labels[0] = logits[0].argmax(-1)
-    labels[2, 1] = (logits[2, 1].argmax() + 1) % VOCAB
-    loss, right = segment_loss(logits, halt, labels)
-    loss.sum().backward()
-    assert right.tolist() == [True, False, False] and loss[1] == 0
-    assert halt.grad[1] == 0 and not logits.grad[1].any() and halt.grad[0] < 0 < halt.grad[2]
-    alone = segment_loss(logits[::2], halt[::2], labels[::2])[0]
-    assert torch.equal(alone, loss[::2])
+    assert torch.equal(table[still], before[still])
+    signs = torch.stack([gradient[:2].sum(0), gradient[2]]).sign()
+    torch.testing.assert_close(table[[2, 5]], before[[2, 5]] * (1 - 0.1 * 0.5) - 0.1 * signs)
 
 
 # -- impossible sizes ------------------------------------------------------------------------------------------------

@@ -8,25 +8,16 @@ import pytest
 
 from qat_lora.errors import UserError
 from qat_lora.experiments.athena import puzzles
-from qat_lora.experiments.athena.puzzles import (
-    BLANK,
-    BOXES,
-    MINIMAL_4X4,
-    UNIQUE_4X4,
-    as_text,
-    generate,
-    possible,
-    side,
-    solve,
-    vocab,
-)
+from qat_lora.experiments.athena.puzzles import BOXES, as_text, generate, possible, side, solve, vocab
 from qat_lora.experiments.athena.symmetries import answer_class, form, variant
 from qat_lora.run import console as progress
 
 KINDS = ("sudoku4", "sudoku6", "sudoku9", "maze7")
 
 
+@functools.cache
 def drawn(kind: str, count: int = 6, seed: int = 0):
+    """Questions, answers and their difficulty; do not change them."""
     return generate(kind, count, seed)
 
 
@@ -115,16 +106,16 @@ def test_a_maze_has_one_path_and_the_answer_marks_it(size):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_puzzles_depend_only_on_the_seed_and_do_not_repeat(kind):
-    questions, answers, difficulty = drawn(kind, 8)
-    again, shorter, other = drawn(kind, 8), drawn(kind, 5), drawn(kind, 8, seed=1)
+    questions, answers, difficulty = drawn(kind)
+    again, shorter, other = generate(kind, 6, 0), drawn(kind, 3), drawn(kind, seed=1)
     assert all((one == two).all() for one, two in zip((questions, answers, difficulty), again))
-    assert (questions[:5] == shorter[0]).all() and (questions != other[0]).any()
-    assert len({row.tobytes() for row in questions}) == 8
+    assert (questions[:3] == shorter[0]).all() and (questions != other[0]).any()
+    assert len({row.tobytes() for row in questions}) == 6
     assert questions.min() >= 1 and max(questions.max(), answers.max()) < vocab(kind)
 
 
 def test_more_blanks_are_harder():
-    easy, hard = (generate("sudoku9", 12, 0, blanks) for blanks in ((0.3, 0.4), (1.0, 1.0)))
+    easy, hard = (generate("sudoku9", 6, 0, blanks) for blanks in ((0.3, 0.4), (1.0, 1.0)))
     assert easy[2].sum() == 0 < hard[2].sum()
     assert ((easy[0] == 1).mean(1) >= 0.29).all() and ((easy[0] == 1).mean(1) <= 0.41).all()
     assert (hard[0] == 1).mean() > 0.6
@@ -132,16 +123,13 @@ def test_more_blanks_are_harder():
 
 def test_draws_with_too_few_blanks_are_skipped():
     """Some of the first draws leave only 24 or 25 of 36 cells blank."""
-    limits = (0.72, 1.0)
-    questions = generate("sudoku6", 30, 1, limits)[0]
-    most = generate("sudoku6", 60, 1, (1.0, 1.0))[0]
-    assert ((questions == BLANK).sum(1) >= 26).all()
-    assert (most == BLANK).sum(1).min() < 26  # as many as each puzzle allows
+    blanks, most = ((generate("sudoku6", 30, 1, limits)[0] == 1).sum(1) for limits in ((0.72, 1.0), (1.0, 1.0)))
+    assert blanks.min() >= 26 > most.min()  # most: as many as each puzzle allows
 
 
 def test_a_share_of_blanks_that_no_draw_reaches_is_refused(monkeypatch):
-    monkeypatch.setitem(puzzles.SHORT, "sudoku9", 20)
-    said = r"--least-blanks 0.79: 20 draws of sudoku9 in a row left fewer than 64 of 81 .* lower it to 0\.(69|7)"
+    monkeypatch.setitem(puzzles.SHORT, "sudoku9", 8)
+    said = r"--least-blanks 0.79: 8 draws of sudoku9 in a row left fewer than 64 of 81 .* lower it to 0\.(6|7)\d,"
     with pytest.raises(UserError, match=said):
         generate("sudoku9", 1, 0, (0.79, 1.0))
 
@@ -178,41 +166,41 @@ def test_drawing_stops_when_it_finds_nothing_new(monkeypatch):
         generate("maze5", 48, 0)
 
 
-def test_the_numbers_of_unique_and_minimal_4x4_puzzles():
-    """Checks for every set of clues of every grid whether no other grid has the same clues."""
+def test_4x4_has_two_classes_of_answers_and_as_many_unique_and_minimal_puzzles_as_counted():
+    """Checks for every set of clues of one grid in each class whether no other grid has the same clues."""
     grids, bits = all_4x4(), 1 << np.arange(16)
-    sets, unique, minimal = np.arange(2**16), [0] * 17, [0] * 17
+    classes = answer_class("sudoku4", grids)
+    assert sorted(classes.count(each) for each in set(classes)) == [96, 192]
+    sets, unique, minimal = np.arange(2**16), np.zeros(17, int), np.zeros(17, int)
     blanks = 16 - np.array([number.bit_count() for number in range(2**16)])
-    for grid in grids:
-        one = np.ones(2**16, bool)
+    for each in set(classes):
+        grid, one = grids[classes.index(each)], np.ones(2**16, bool)
         for shared in {int(row @ bits) for row in grids == grid} - {2**16 - 1}:
             one &= (sets & ~shared) != 0  # some clue differs in the other grid
         least = one & ~np.any([(sets & bit != 0) & one[sets & ~bit] for bit in bits], 0)
-        unique = unique + np.bincount(blanks[one], minlength=17)
-        minimal = minimal + np.bincount(blanks[least], minlength=17)
-    assert unique.tolist() == [*UNIQUE_4X4, 0, 0, 0, 0]
-    assert minimal.tolist() == [MINIMAL_4X4.get(count, 0) for count in range(17)]
+        unique += classes.count(each) * np.bincount(blanks[one], minlength=17)
+        minimal += classes.count(each) * np.bincount(blanks[least], minlength=17)
+    assert unique.tolist() == [*puzzles.UNIQUE_4X4, 0, 0, 0, 0]
+    assert minimal.tolist() == [puzzles.MINIMAL_4X4.get(count, 0) for count in range(17)]
 
 
 def test_possible_equals_the_number_that_a_long_search_finds():
-    for blanks in ((0.01, 0.02), (0.01, 0.07)):  # no blank; none or one
-        wanted = 288 if blanks[1] == 0.02 else 288 * 17
-        assert possible("sudoku4", blanks) == wanted
+    assert possible("sudoku4", (0.01, 0.02)) == 288 and possible("sudoku4", (0.01, 0.07)) == 288 * 17  # none, or one
     assert len(generate("sudoku4", 288, 0, (0.01, 0.02))[0]) == 288
     assert len(generate("maze5", 46, 0)[0]) == 46 and possible("maze5", (0.4, 1.0)) == 48
 
 
-def test_the_number_of_possible_mazes():
+@pytest.mark.parametrize("size", [5, 7, 9])
+def test_the_number_of_possible_mazes(size):
     """Spanning trees by Kirchhoff's theorem, times the choices of start and goal."""
-    for size in (5, 7, 9):
-        across = size // 2
-        laplacian = np.zeros((across**2, across**2))
-        cell = np.arange(across**2).reshape(across, across)
-        for one, other in [*zip(cell[:, :-1].flat, cell[:, 1:].flat), *zip(cell[:-1].flat, cell[1:].flat)]:
-            laplacian[[one, other], [one, other]] += 1
-            laplacian[[one, other], [other, one]] -= 1
-        trees = round(np.linalg.det(laplacian[1:, 1:]))
-        assert possible(f"maze{size}", (0.4, 1.0)) == trees * across**2 * (across**2 - 1)
+    across = size // 2
+    laplacian = np.zeros((across**2, across**2))
+    cell = np.arange(across**2).reshape(across, across)
+    for one, other in [*zip(cell[:, :-1].flat, cell[:, 1:].flat), *zip(cell[:-1].flat, cell[1:].flat)]:
+        laplacian[[one, other], [one, other]] += 1
+        laplacian[[one, other], [other, one]] -= 1
+    trees = round(np.linalg.det(laplacian[1:, 1:]))
+    assert possible(f"maze{size}", (0.4, 1.0)) == trees * across**2 * (across**2 - 1)
     assert possible("maze11", (0.4, 1.0)) == float("inf")
 
 
@@ -262,14 +250,9 @@ def test_variants_of_an_answer_share_its_class(kind):
     assert len(set(classes)) > 1
 
 
-def test_4x4_has_two_classes_of_answers():
-    classes = answer_class("sudoku4", all_4x4())
-    assert sorted(classes.count(each) for each in set(classes)) == [96, 192]
-
-
 def test_6x6_has_at_most_49_classes_of_answers():
     """A sample of the 28,200,960 grids finds most of the classes and no further one."""
-    answers = generate("sudoku6", 1500, 0, (0.02, 0.05))[1]
+    answers = generate("sudoku6", 800, 0, (0.02, 0.05))[1]
     assert 30 <= len(set(answer_class("sudoku6", answers))) <= 49
 
 
