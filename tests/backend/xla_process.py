@@ -30,10 +30,10 @@ def open_session(name: str, backend: TorchBackend, every: Every) -> Session:
     return Session(Run(OUT / name, resumed=False), backend, every)
 
 
-def on_both(name: str, train: Callable[[TorchBackend, Session], None], every: Every) -> dict:
+def on_both(name: str, train: Callable[[TorchBackend, Session], None], every: Every, backends=(XLA, CPU)) -> dict:
     """The metrics that train(backend, session) logs on XLA and on the CPU, and XLA's counters at its end."""
     found = {}
-    for backend in (XLA, CPU):
+    for backend in backends:
         session = open_session(f"{name}-{backend.kind}", backend, every)
         backend.seed(0)
         train(backend, session)
