@@ -151,22 +151,3 @@ def test_importing_everything_does_not_import_torch_xla_or_initialise_a_device()
     done = subprocess.run([sys.executable, "-c", FRESH], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [[], None, False, "torch.nn.utils.clip_grad"]
-
-
-MARK = """
-import torch_xla
-import qat_lora
-from torch_xla.debug import metrics
-import torch
-value = torch.ones(3, device=torch_xla.device()) + 1
-qat_lora.xla_mark_step()
-torch_xla.core.xla_model.wait_device_ops()  # it runs asynchronously; a busy machine may not have begun
-assert metrics.metric_data("ExecuteTime")[0] == 1
-"""
-
-
-@pytest.mark.xla
-def test_xla_mark_step_in_a_custom_loop_runs_what_was_recorded():
-    env = os.environ | {"PJRT_DEVICE": "CPU"}
-    done = subprocess.run([sys.executable, "-c", MARK], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]

@@ -192,23 +192,6 @@ def test_an_error_of_all_workers_is_printed_once(capfd):
 PYTHON = {"PYTHONPATH": str(Path(worker_checks.__file__).parent)}
 
 
-@pytest.mark.xla
-def test_a_tpu_worker_receives_sigterm_in_the_main_thread_of_its_process():
-    code = (
-        "import os, pickle, signal, worker_checks\n"
-        "from qat_lora.backend.group import SIGTERM\n"
-        "from qat_lora.backend.launch import Job\n"
-        "from qat_lora.backend.relay import Timeouts\n"
-        "from qat_lora.backend.xla import XlaWorker\n"
-        "job = Job(worker_checks.fail_all, (), 'xla', 'fp32', False, Timeouts())\n"
-        "pickle.loads(pickle.dumps(XlaWorker(job, 2)))\n"
-        "os.kill(os.getpid(), signal.SIGTERM)\n"
-        "assert SIGTERM.is_set()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | PYTHON, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
 def job(folder: Path, call: str) -> Path:
     """A program that starts two workers with launch(worker_checks.CALL, "cpu", "fp32", 2)."""
     program = folder / "job.py"

@@ -21,7 +21,7 @@ LIMITS = {QAT: (1e-5, 0), LEGAL: (1e-3, 0), STORIES: (1e-3, 0), ATHENA: (1e-3, 1
 
 @pytest.fixture(scope="module")
 def checks(on_xla):
-    return on_xla(*LIMITS)
+    return on_xla("xla_process.mark_step", *LIMITS, "xla_process.sigterm")
 
 
 @pytest.mark.parametrize("found, limits", LIMITS.items(), indirect=["found"], ids=LIMITS)
@@ -55,6 +55,16 @@ def test_rows_halt_when_they_do_on_the_cpu_and_an_update_is_one_graph(found):
 def test_a_longer_story_compiles_nothing_more(found):
     short, long = found["telling"]
     assert 0 < short < 8 and long <= 1
+
+
+@pytest.mark.parametrize("found", ["xla_process.mark_step"], indirect=True, ids=[""])
+def test_xla_mark_step_in_a_custom_loop_runs_what_was_recorded(found):
+    assert found["executed"] == 1 and found["sum"] == 6
+
+
+@pytest.mark.parametrize("found", ["xla_process.sigterm"], indirect=True, ids=[""])
+def test_a_tpu_worker_receives_sigterm_in_the_main_thread_of_its_process(found):
+    assert found["noticed"]
 
 
 @pytest.mark.parametrize("found", [QAT], indirect=True, ids=[""])

@@ -7,6 +7,9 @@ CHECK: a module and a function of it, such as xla_qat.qat.
 
 import importlib
 import json
+import os
+import pickle
+import signal
 import sys
 import time
 import traceback
@@ -14,9 +17,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 
+import qat_lora
 from qat_lora.backend import TorchBackend, open_backend
+from qat_lora.backend.group import SIGTERM
+from qat_lora.backend.launch import Job
+from qat_lora.backend.relay import Timeouts
+from qat_lora.backend.xla import XlaWorker
 from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session
 
@@ -56,6 +66,26 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
 def apart(ours: dict, theirs: dict) -> float:
     assert ours.keys() == theirs.keys() and ours, sorted(ours.keys() ^ theirs.keys())
     return max(difference(ours[name], theirs[name]) for name in theirs)
+
+
+def mark_step() -> dict:
+    """How many graphs `xla_mark_step` runs of a computation in somebody's own loop."""
+    before, value = executed(), torch.ones(3, device=torch_xla.device()) + 1
+    qat_lora.xla_mark_step()
+    xm.wait_device_ops()  # it runs asynchronously; a busy machine may not have begun
+    return {"executed": executed() - before, "sum": value.sum().item()}
+
+
+def executed() -> int:
+    return (met.metric_data("ExecuteTime") or [0])[0]
+
+
+def sigterm() -> dict:
+    """Whether a process that unpickles a TPU worker notices SIGTERM in its main thread."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    pickle.loads(pickle.dumps(XlaWorker(Job(print, (), "xla", "fp32", False, Timeouts()), 2)))
+    os.kill(os.getpid(), signal.SIGTERM)
+    return {"noticed": SIGTERM.is_set()}
 
 
 def main() -> None:
