@@ -19,6 +19,10 @@ def folder(sharp_model_dir, tmp_path):
     return shutil.copytree(sharp_model_dir, tmp_path / "m")
 
 
+def edit(path, **values):
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
 def test_the_spelling_of_the_path_does_not_matter(folder, sharp_model_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to(folder)
@@ -28,37 +32,28 @@ def test_the_spelling_of_the_path_does_not_matter(folder, sharp_model_dir, tmp_p
     assert model_fingerprint("moved") == known == load_model("moved").fingerprint
 
 
-def test_the_number_of_files_and_the_transformers_version_do_not_matter(
-    folder, sharp_model_dir, tmp_path, tiny_tokenizer
-):
+def test_the_number_of_files_and_the_transformers_version_do_not_matter(folder, tmp_path, tiny_tokenizer):
     known = model_fingerprint(str(folder))
     sharded = tmp_path / "sharded"
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(sharded, max_shard_size="100KB")
     tiny_tokenizer.save_pretrained(sharded)
     assert len(list(sharded.glob("*.safetensors"))) > 2
     assert model_fingerprint(str(sharded)) == known
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"transformers_version": "4.1", "_name_or_path": "/x/y"}))
+    edit(folder / "config.json", transformers_version="4.1", _name_or_path="/x/y")
     (folder / "README.md").write_text("notes")
     assert model_fingerprint(str(folder)) == known
 
 
 def test_any_change_changes_the_fingerprint(folder, monkeypatch):
     monkeypatch.setattr(identity, "BLOCK", 100)
-    seen = [model_fingerprint(str(folder))]
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.norm.weight"][0] += 1
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    seen.append(model_fingerprint(str(folder)))
-    tensors["model.layers.0.mlp.up_proj.weight"][3, 5] += 1e-3
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    seen.append(model_fingerprint(str(folder)))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-5}))
-    seen.append(model_fingerprint(str(folder)))
-    table = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(table | {"eos_token": "<|pad|>"}))
-    seen.append(model_fingerprint(str(folder)))
+    seen, tensors = [model_fingerprint(str(folder))], load_file(folder / "model.safetensors")
+    for name, at in (("norm.weight", 0), ("layers.0.mlp.up_proj.weight", (3, 5))):
+        tensors[f"model.{name}"][at] += 1e-3
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        seen.append(model_fingerprint(str(folder)))
+    for name, change in (("config", {"rms_norm_eps": 1e-5}), ("tokenizer_config", {"eos_token": "<|pad|>"})):
+        edit(folder / f"{name}.json", **change)
+        seen.append(model_fingerprint(str(folder)))
     assert len(set(seen)) == len(seen)
 
 

@@ -45,12 +45,8 @@ def test_other_names_still_refer_to_hub_models(gemma_package):
         assert model_source(name) == {"pretrained_model_name_or_path": name} and is_hub(name)
 
 
-def test_every_name_is_listed():
-    for name in PACKAGED:
-        assert name in CHOICES and name in GIVE
-
-
-def test_notes_for_packaged_models():
+def test_choices_and_notes_of_packaged_models():
+    assert all(name in CHOICES and name in GIVE for name in PACKAGED)
     assert notes("somewhere/else", None) is None
     assert "Q4_K_M" in notes(NAME) and "Q4_1" not in notes(NAME) and "not from the original weights" in notes(NAME)
     assert "Q4_1" in notes(None, EMBEDDED, NAME) and "Q4_K_M" in notes(None, EMBEDDED, NAME)
@@ -139,9 +135,9 @@ def test_processes_that_join_at_the_same_time_get_the_same_file(gemma_package, g
     environment = os.environ | {"PYTHONPATH": f"{gemma_package.parent}{os.pathsep}{root}"}
     several = [
         subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(3)
+        for _ in range(2)
     ]
     assert {process.communicate()[0].strip() for process in several} == {str(gemma_package / "model.gguf")}
-    assert [process.returncode for process in several] == [0, 0, 0]
+    assert [process.returncode for process in several] == [0, 0]
     assert (gemma_package / "model.gguf").read_bytes() == gguf_file.read_bytes()
     assert not list(gemma_package.glob("*.part"))

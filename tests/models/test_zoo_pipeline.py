@@ -1,17 +1,12 @@
 """Whole pipelines on tiny models of many families: plain transformers reproduces our figures on the export."""
 
 import json
-import math
-from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
-import torch
 import zoo
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qat_lora.errors import UserError
-from qat_lora.run.command_line import parse
 
 LENGTH, WINDOWS = 32, 12
 SMALL = ["--device", "cpu", "--precision", "fp32", "--batch-size", 2]
@@ -25,25 +20,8 @@ FAMILIES = """
 """
 FEW = ["gemma4_text", "gpt_oss"]
 ENTANGLED = ["gemma3n_text", "gemma4_text"]  # later blocks reuse keys and values of earlier ones
-UNSEEN = [
-    "bamba",
-    "falcon_h1",
-    "mamba2",
-    "nemotron_h",
-    "recurrent_gemma",
-]  # some weights are not in linear layers, so not quantised
+UNSEEN = ["bamba", "falcon_h1", "mamba2", "nemotron_h", "recurrent_gemma"]  # some weights are not in linear layers
 VARIANTS = {"gemma4_text-alone": {"num_kv_shared_layers": 0}, "mistral-tied": {"tie_word_embeddings": True}}
-
-
-@pytest.fixture(scope="module")
-def run(load_script):
-    """run(script, *flags): main(parse(flags)), as the command line does."""
-
-    def main(script: str, *flags) -> None:
-        module = load_script(script)
-        module.main(parse(module.Config, script, list(map(str, flags))))
-
-    return main
 
 
 @pytest.fixture(scope="module")
@@ -51,16 +29,6 @@ def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text(topics["assignment"][:4000])
     return path
-
-
-def plain_perplexity(folder: Path, text: Path) -> float:
-    """Perplexity computed by plain transformers."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokens = AutoTokenizer.from_pretrained(folder)(text.read_text(), add_special_tokens=False)["input_ids"]
-    rows = torch.tensor(tokens[: WINDOWS * LENGTH]).view(WINDOWS, LENGTH)
-    with torch.no_grad():
-        logp = model(input_ids=rows).logits[:, :-1].float().log_softmax(-1)
-    return math.exp(-logp.gather(2, rows[:, 1:, None]).mean().item())
 
 
 @pytest.mark.parametrize(
@@ -80,16 +48,15 @@ def test_plain_transformers_measures_our_perplexity_on_the_export(run, text, tmp
         return found["ppl"], found["bits_per_weight"]
 
     whole, bits = ours("--model", base)
-    assert bits == 16 and whole == pytest.approx(plain_perplexity(base, text), rel=1e-4)
+    assert bits == 16 and whole == pytest.approx(zoo.plain_perplexity(base, text, WINDOWS, LENGTH), rel=1e-4)
     rows = ["--dataset", text, "--length", LENGTH, "--max-rows", 24, "--heldout-fraction", 0.25]
     run("build_kd_cache", "--model", base, *rows, "--cache-dir", cache, *SMALL)
-    student = ["--model", base, "--cache-dir", cache, "--output-dir", qat, *TRAIN]
+    student, blocks = ["--model", base, "--cache-dir", cache, "--output-dir", qat, *TRAIN], BLOCKS
     if name in ENTANGLED:
         with pytest.raises(UserError, match="cannot be trained block by block"):
-            run("train_qat", *student, *BLOCKS)
-        run("train_qat", *student)
-    else:
-        run("train_qat", *student, *BLOCKS)
+            run("train_qat", *student, *blocks)
+        blocks = []
+    run("train_qat", *student, *blocks)
     best = ["--checkpoint", qat / "best.pt"]
     start = ["--adapter-init", "error"]  # not zero, so the adapter has an effect whichever step was best
     run("train_recovery_lora", *best, *start, "--kd-cache-dir", cache, "--output-dir", recovery, *TRAIN)
@@ -98,7 +65,7 @@ def test_plain_transformers_measures_our_perplexity_on_the_export(run, text, tmp
     for kind, made in (("hf", best), ("merged", [*best, *adapter])):
         run("export_model", *made, "--format", kind, "--output-dir", tmp_path / kind)
         ppl, bits = ours(*made)
-        assert plain_perplexity(tmp_path / kind, text) == pytest.approx(ppl, rel=1e-4)
+        assert zoo.plain_perplexity(tmp_path / kind, text, WINDOWS, LENGTH) == pytest.approx(ppl, rel=1e-4)
         perplexities.add(ppl)
         assert kind == "merged" or bits < (7 if name in UNSEEN else 3)
     assert len(perplexities) == 3, "quantisation and the adapter must both change the perplexity"

@@ -7,12 +7,14 @@ a class needs; NO_TEXT_MODEL says why a class is left out.
 
 import dataclasses
 import functools
+import math
 import warnings
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
@@ -193,6 +195,19 @@ def randomized(made: nn.Module) -> nn.Module:
         if name in stored and buffer.ndim == 1 and buffer.is_floating_point():  # others follow from the config
             buffer.copy_(0.5 - 0.8 * (torch.arange(len(buffer)) % 2))
     return made
+
+
+@torch.no_grad()
+def plain_perplexity(folder: Path, text: Path, windows: int, length: int, bos: bool = False, **source) -> float:
+    """Perplexity by plain transformers on the first windows of a text; bos: BOS replaces the first token of each."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **source).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, **source)
+    rows = torch.tensor(tokenizer(text.read_text(), add_special_tokens=bos)["input_ids"][: windows * length])
+    rows = rows.view(windows, length)
+    if bos:
+        rows[:, 0] = tokenizer.bos_token_id
+    logp = torch.cat([model(input_ids=row.unsqueeze(0)).logits[:, :-1].float().log_softmax(-1) for row in rows])
+    return math.exp(-logp.gather(2, rows[:, 1:, None]).mean().item())
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
