@@ -3,6 +3,7 @@
 import gc
 
 import pytest
+from forked import Forks
 from small import SMALL
 
 from qat_lora.errors import UserError
@@ -18,6 +19,11 @@ def run(load_script):
         module.main(parse(module.Config, script, list(map(str, flags))))
 
     return main
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory):
+    return Forks(tmp_path_factory.mktemp("said"))
 
 
 @pytest.fixture(scope="module")
