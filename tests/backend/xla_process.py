@@ -73,7 +73,7 @@ def mark_step() -> dict:
     before, value = executed(), torch.ones(3, device=torch_xla.device()) + 1
     qat_lora.xla_mark_step()
     xm.wait_device_ops()  # it runs asynchronously; a busy machine may not have begun
-    return {"executed": executed() - before, "sum": value.sum().item()}
+    return {"executed": executed() - before, "sum": value.cpu().sum().item()}
 
 
 def executed() -> int:
