@@ -56,9 +56,9 @@ def training(name: str, exact: bool = False, checkpointing: bool = False, **shap
 
 # An untrained MLP over positions amplifies every rounding error: fp32 is 2e-6 from fp64 after one segment, on CPU and
 # XLA alike, and Adam's first steps follow the sign of even the smallest gradients. fp64 has no error to amplify.
-attention = partial(training, "attention", num_kv_heads=1)
-checkpointed = partial(training, "checkpointed", checkpointing=True, num_kv_heads=1)
-one_step = partial(training, "one_step", exact=True, mlp_t=True, one_step_gradient=True)
+attention = partial(training, "athena-attention", num_kv_heads=1)
+checkpointed = partial(training, "athena-checkpointed", checkpointing=True, num_kv_heads=1)
+one_step = partial(training, "athena-one-step", exact=True, mlp_t=True, one_step_gradient=True)
 
 
 def planted() -> dict:

@@ -48,6 +48,6 @@ def training(name: str, checkpointing: bool = False, dropout: float = 0.0) -> di
     return found | {"rows": rows, "gaps": gaps, "graphs": [b - a for a, b in pairwise(given)]}
 
 
-packed = partial(training, "packed")
-checkpointed = partial(training, "checkpointed", checkpointing=True)
-dropout = partial(training, "dropout", dropout=0.05)
+packed = partial(training, "legal")
+checkpointed = partial(training, "legal-checkpointed", checkpointing=True)
+dropout = partial(training, "legal-dropout", dropout=0.05)

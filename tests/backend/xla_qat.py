@@ -337,8 +337,8 @@ def grpo() -> dict:
         for p in start.parameters():
             p.data.mul_(1.01)  # a reference that differs from the policy
         optimizer = new_optimizer([{"params": [p for p in fresh.parameters() if p.requires_grad], "lr": 1e-3}], backend)
-        torch.save(rollouts, OUT / "rollouts.pt")
-        here = torch.load(OUT / "rollouts.pt", map_location=backend.device, weights_only=False)
-        figures = learn(fresh, start, here, optimizer, plan, backend)
+        figures = learn(fresh, start, rollouts, optimizer, plan, backend)
         found["figures"][backend.kind] = backend.fetch(*[figures[key] for key in ("loss", "kl", "grad_norm")])
+        torch.save(rollouts, OUT / "rollouts.pt")
+        rollouts = torch.load(OUT / "rollouts.pt", map_location="cpu", weights_only=False)
     return found
