@@ -2,14 +2,17 @@
 evaluations."""
 
 import gc
+import itertools
 import json
 import shutil
 import time
 from datetime import datetime
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
+from records import lines, losses, summary
 from small import SMALL
 
 from qat_lora.errors import UserError
@@ -28,6 +31,7 @@ LAW = (LAW + "--max-prompt-length 300 --max-new-tokens 4 --device cpu --precisio
 BOB = "--num-samples 8 --epochs 1 --batch-size 2 --num-generations 2 --max-prompt-length 200 --max-completion-length 4 "
 BOB += "--validation-samples 1 --save-every 1 --log-every 1 --sft --sft-epochs 1 --device cpu --precision fp32"
 BOB = BOB.split()
+EVERY = ["--save-every", 1, "--eval-every", 1, "--log-every", 1, "--resume", "auto"]
 
 
 @pytest.fixture
@@ -57,48 +61,36 @@ def another_day(monkeypatch):
 
 @pytest.fixture
 def die(run, monkeypatch):
-    """die(script, *flags): run, and die when the second checkpoint has been written."""
+    """die(script, *flags): run, and die in the third update."""
 
-    def dying(script: str, *flags) -> None:
-        save, saved = Session._save, []
+    def dying(*flags) -> None:
+        record, calls = Session.record, itertools.count(1)
 
-        def last(self, step):
-            save(self, step)
-            saved.append(step)
-            if len(saved) == 2:
+        def deadly(self, **metrics):
+            if next(calls) == 3:
                 raise KeyboardInterrupt
+            record(self, **metrics)
 
-        with monkeypatch.context() as patched:
-            patched.setattr(Session, "_save", last)
-            with pytest.raises(KeyboardInterrupt):
-                run(script, *flags)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Session, "record", deadly)
+            run(*flags)
         gc.collect()  # the process would end here, and release its run directory
 
     return dying
 
 
-def lines(folder) -> list[dict]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name != "tokens_per_s"} for line in found]
-
-
 # -- a template that prints the date ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("script, flags", [("train_cot_sft", LAW), ("train_musclebob_improved", BOB)])
-def test_a_run_with_a_date_in_its_text_resumes_on_another_day(run, die, dated, tmp_path, another_day, script, flags):
-    flags = ["--model", dated, *flags, "--output-dir", tmp_path / "run", "--resume", "auto"]
+def test_resume_auto_resumes_a_run_with_a_date_in_its_text_on_another_day(
+    run, die, dated, tmp_path, another_day, monkeypatch, script, flags
+):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--model", dated, *flags, "--resume", "auto"]
     die(script, *flags)
     another_day()
     run(script, *flags)
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
-
-
-def test_resume_auto_finds_the_run_on_another_day(run, die, dated, tmp_path, another_day, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    flags = ["--model", dated, *LAW, "--resume", "auto"]
-    die("train_cot_sft", *flags)
-    another_day()
-    run("train_cot_sft", *flags)
-    assert len(list((tmp_path / "runs" / "train_cot_sft").iterdir())) == 1
+    (found,) = (tmp_path / "runs" / script).iterdir()
+    assert summary(found)["status"] == "finished"
 
 
 def test_a_cache_with_a_date_in_its_text_resumes_on_another_day(run, dated, tmp_path, another_day):
@@ -129,8 +121,7 @@ def test_the_legal_fine_tune_resumes_with_another_split_and_other_evaluations(ru
     die("train_cot_sft", *flags, "--batch-size", 4, "--accumulation-steps", 2)
     other = ["--no_gradient_checkpointing", "--keep", 3, "--eval-every", 2, "--answer-rows", 3, "--save-every", 3]
     run("train_cot_sft", *flags, "--batch-size", 2, "--accumulation-steps", 4, *other)
-    losses = [[line["loss"] for line in lines(tmp_path / name) if "loss" in line] for name in ("whole", "run")]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
     changed = json.loads((tmp_path / "run" / "manifest.json").read_text())["resumed"][0]["changed"]
     assert changed["batch_size"] == 2 and changed["keep"] == 3 and "learning_rate" not in changed
     with pytest.raises(UserError, match=r"rows_per_update .* is 8 there"):
@@ -141,19 +132,14 @@ def test_the_legal_fine_tune_resumes_with_another_split_and_other_evaluations(ru
 def test_low_bit_training_resumes_with_another_split_and_other_evaluations(
     run, die, qat, tiny_student, cache, tmp_path, script
 ):
-    flags = (
-        qat
-        if script == "train_qat"
-        else ["--checkpoint", tiny_student, "--kd-cache-dir", cache, "--output-dir", tmp_path / "run", *SMALL]
-    )
-    flags = [*flags, "--max-steps", 4, "--save-every", 1, "--eval-every", 1, "--log-every", 1, "--resume", "auto"]
+    start = ["--checkpoint", tiny_student, "--kd-cache-dir", cache, "--output-dir", tmp_path / "run", *SMALL]
+    flags = [*(qat if script == "train_qat" else start), "--max-steps", 4, *EVERY]
     die(script, *flags)
     run(script, *flags, "--batch-size", 2, "--accumulation-steps", 2, "--eval-rows", 6, "--save-every", 2)
-    figure = "heldout_kl"
-    found = [line for line in lines(tmp_path / "run") if figure in line]
+    found = [line for line in lines(tmp_path / "run") if "heldout_kl" in line]
     assert {line["heldout_rows"] for line in found} == {4, 6}
-    best = json.loads((tmp_path / "run" / "summary.json").read_text())["best"][figure]
-    assert best == min(line[figure] for line in found if line["heldout_rows"] == 6)
+    best = min(line["heldout_kl"] for line in found if line["heldout_rows"] == 6)
+    assert summary(tmp_path / "run")["best"]["heldout_kl"] == best
 
 
 # the defaults of versions that did not derive learning rates from the weights
@@ -170,15 +156,21 @@ def test_a_run_of_an_earlier_version_keeps_its_learning_rates(run, die, qat, tmp
 
 
 def test_a_given_learning_rate_must_be_given_again(run, die, qat, tmp_path):
-    flags = [*qat, "--max-steps", 4, "--save-every", 1, "--resume", "auto"]
+    flags = [*qat, "--max-steps", 4, *EVERY]
     die("train_qat", *flags, "--learning-rate", 3e-4)
     with pytest.raises(UserError, match=r"learning_rate is 0\.0003 there, None here"):
         run("train_qat", *flags)
 
 
 # -- the files of a run ----------------------------------------------------------------------------------------------
+def holds_its_best(folder: Path) -> bool:
+    """Whether best.pt has the best figure that the run reports."""
+    info = torch.load(folder / "best.pt", weights_only=True)["info"]
+    return info["heldout_kl"] == summary(folder)["best"]["heldout_kl"]
+
+
 def test_a_lost_best_checkpoint_is_restored(run, die, qat, tmp_path):
-    folder, flags = tmp_path / "run", [*qat, "--max-steps", 4, "--save-every", 1, "--eval-every", 1, "--resume", "auto"]
+    folder, flags = tmp_path / "run", [*qat, "--max-steps", 4, *EVERY]
     die("train_qat", *flags)
     (folder / "best.pt").unlink()
     shutil.rmtree(max((folder / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:])))
@@ -186,14 +178,8 @@ def test_a_lost_best_checkpoint_is_restored(run, die, qat, tmp_path):
     assert holds_its_best(folder)
 
 
-def holds_its_best(folder: Path) -> bool:
-    """Whether best.pt has the best figure that the run reports."""
-    info = torch.load(folder / "best.pt", weights_only=True)["info"]
-    return info["heldout_kl"] == json.loads((folder / "summary.json").read_text())["best"]["heldout_kl"]
-
-
 def test_best_checkpoint_and_figure_agree_after_evaluation_changes_and_changes_back(run, die, qat, tmp_path):
-    flags = [*qat, "--max-steps", 6, "--save-every", 1, "--eval-every", 1, "--resume", "auto", "--learning-rate", 3]
+    flags = [*qat, "--max-steps", 6, *EVERY, "--learning-rate", 3]
     die("train_qat", *flags, "--eval-rows", 4)
     die("train_qat", *flags, "--eval-rows", 6)
     run("train_qat", *flags, "--eval-rows", 4)
@@ -203,25 +189,18 @@ def test_best_checkpoint_and_figure_agree_after_evaluation_changes_and_changes_b
 def test_a_run_may_be_killed_after_its_last_step(run, load_script, qat, tmp_path, monkeypatch):
     flags = [*qat, "--resume", "auto"]
     with monkeypatch.context() as patched:
-        patched.setattr(load_script("train_qat"), "write_report", interrupt)
+        patched.setattr(load_script("train_qat"), "write_report", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run("train_qat", *flags)
     assert not (tmp_path / "run" / "plots").exists()
     run("train_qat", *flags, "--eval-rows", 3)
     assert (tmp_path / "run" / "plots" / "metrics.png").exists() and holds_its_best(tmp_path / "run")
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
+    assert summary(tmp_path / "run")["status"] == "finished"
 
 
 def test_a_failed_plot_does_not_fail_the_run(run, load_script, qat, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(load_script("train_qat"), "write_report", fail)
+    failing = Mock(side_effect=RuntimeError("no fonts"))
+    monkeypatch.setattr(load_script("train_qat"), "write_report", failing)
     run("train_qat", *qat)
     assert "warning: writing the report failed (no fonts)" in capsys.readouterr().out
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
-
-
-def interrupt(*_):
-    raise KeyboardInterrupt
-
-
-def fail(*_):
-    raise RuntimeError("no fonts")
+    assert summary(tmp_path / "run")["status"] == "finished"
