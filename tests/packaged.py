@@ -1,7 +1,11 @@
 """A small package like gemma3-270m's: a .gguf file in two parts, each in its own package."""
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
+
+import numpy as np
+from gguf import GGUFWriter
 
 from qat_lora.export.gguf_file import model_writer, tensor_names, to_gguf_rows, turned_heads
 from qat_lora.models.loading import load_model
@@ -35,15 +39,24 @@ def make_package(site: Path, data: bytes) -> Path:
     return whole
 
 
-def gguf_bytes(model_dir: Path, path: Path) -> bytes:
-    """A model folder as a .gguf file in fp32, written to `path`."""
+def gguf_bytes(model_dir: Path, path: Path, store: Callable | None = None) -> bytes:
+    """A model folder as a .gguf file, written to `path`: in fp32, or with the data and type of each tensor that
+    store(parameter's name, rows, heads) returns."""
     name = str(model_dir)
     parameters = {key: p.detach().numpy() for key, p in load_model(name).named_parameters()}
     writer, _ = model_writer(name, 0)
     for key, there in tensor_names(name, list(parameters)).items():
-        writer.add_tensor(there, to_gguf_rows(parameters[key], turned_heads(name, key.rpartition(".")[0])).copy())
+        heads = turned_heads(name, key.rpartition(".")[0])
+        rows = np.ascontiguousarray(to_gguf_rows(parameters[key], heads))
+        data, kind = store(key, rows, heads) if store else (rows, None)
+        writer.add_tensor(there, data, raw_dtype=kind)
+    finish(writer, path)
+    return path.read_bytes()
+
+
+def finish(writer: GGUFWriter, path: Path) -> None:
+    """Write the file of a writer that has all its tensors."""
     writer.write_header_to_file(path)
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path.read_bytes()

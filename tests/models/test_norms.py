@@ -21,6 +21,8 @@ class ScaledRMSNorm(LlamaRMSNorm):
 
 
 class GatedRMSNorm(LlamaRMSNorm):
+    """Another that it does not support."""
+
     def forward(self, x, gate):
         return super().forward(x) * gate
 
@@ -43,22 +45,25 @@ def random(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def both(norm, kind=torch.float32):
+    """(the norm's own, ours) of the values, the gradient of the input and, if it is trained, that of the weight."""
+    norm.weight.data.copy_(random(48))
+    ours, found = copy.deepcopy(norm), []
+    norms_in_one_step(ours)
+    assert isinstance(ours, type(norm)) and isinstance(ours, OneStepNorm)
+    for module in (norm, ours):
+        x = (random(2, 7, 48, seed=1) * 3).to(kind).requires_grad_()
+        y = module(x)
+        y.backward(random(7, 2, 48, seed=2).transpose(0, 1).to(y.dtype))
+        found.append([y.detach(), x.grad, *([module.weight.grad] if module.weight.requires_grad else [])])
+    return zip(*found)
+
+
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma3RMSNorm])
 def test_values_and_gradients_equal_the_original_norms(kind, trained, kernels):
-    norm = kind(48)
-    norm.weight.data.copy_(random(48))
-    norm.requires_grad_(trained)
-    ours, found = copy.deepcopy(norm), []
-    norms_in_one_step(ours)
-    assert isinstance(ours, kind) and isinstance(ours, OneStepNorm)
-    for module in (norm, ours):
-        x = (random(2, 7, 48, seed=1) * 3).requires_grad_()
-        y = module(x)
-        y.backward(random(7, 2, 48, seed=2).transpose(0, 1))
-        found.append([y.detach(), x.grad, *([module.weight.grad] if trained else [])])
-    for one, other in zip(*found):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    for theirs, ours in both(kind(48).requires_grad_(trained)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("type_", [torch.float32, torch.bfloat16])
@@ -66,19 +71,11 @@ def test_values_and_gradients_equal_the_original_norms(kind, trained, kernels):
 def test_torchs_own_norm_which_gpus_use_equals_the_original_norms(kind, type_, monkeypatch):
     monkeypatch.setattr("qat_lora.models.norms.has_norm_kernel", lambda x, weight: True)
     monkeypatch.setattr(native, "SMALLEST", 1)
-    norm, found = kind(48), []
-    norm.weight.data.copy_(random(48))
-    ours = copy.deepcopy(norm)
-    norms_in_one_step(ours)
-    for module in (norm, ours):
-        x = (random(2, 7, 48, seed=1) * 3).to(type_).requires_grad_()
-        y = module(x)
-        y.backward(random(*y.shape, seed=2).to(y.dtype))
-        found.append([y.detach(), x.grad, module.weight.grad])
-    for one, other in zip(*found):
-        assert one.dtype == other.dtype
-        close = 1e-5 if type_ == torch.float32 or one.dtype == torch.float32 else 4e-3
-        assert (one.float() - other.float()).norm() / other.float().norm() < close
+    for theirs, ours in both(kind(48), type_):
+        assert ours.dtype == theirs.dtype
+        # In bf16 one value in a hundred may round the other way; without the cast to bf16 the gap would be 1e-3.
+        close = 4e-3 if ours.dtype == torch.bfloat16 else 1e-5 if type_ == torch.float32 else 5e-4
+        assert (ours.float() - theirs.float()).norm() / theirs.float().norm() < close
 
 
 @pytest.mark.parametrize(

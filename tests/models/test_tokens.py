@@ -1,5 +1,6 @@
 """Which tokenizers begin a text with BOS, and for which ids a model's embedding has no row."""
 
+import shutil
 from copy import deepcopy
 
 import pytest
@@ -51,12 +52,9 @@ def test_invalid_bos_settings_are_refused(tiny_tokenizer):
 
 def test_a_prompt_begins_with_bos_and_does_not_end_with_eos(tiny_tokenizer):
     plain = tiny_tokenizer("some text", add_special_tokens=False)["input_ids"]
-    both = convention(tiny_tokenizer, "B $A E")
-    assert prompt_ids(both, "some text") == [BOS, *plain]
-    assert prompt_ids(both, "<|im_start|>some text") == [BOS, *plain]
-    assert (
-        prompt_ids(convention(tiny_tokenizer, "$A E"), "some text") == prompt_ids(tiny_tokenizer, "some text") == plain
-    )
+    both, end = convention(tiny_tokenizer, "B $A E"), convention(tiny_tokenizer, "$A E")
+    assert prompt_ids(both, "some text") == prompt_ids(both, "<|im_start|>some text") == [BOS, *plain]
+    assert prompt_ids(end, "some text") == prompt_ids(tiny_tokenizer, "some text") == plain
     encoded = _encode(both, "some text", {})
     assert encoded["input_ids"].tolist() == [[BOS, *plain]] and encoded["attention_mask"].all()
 
@@ -65,11 +63,10 @@ def test_a_prompt_begins_with_bos_and_does_not_end_with_eos(tiny_tokenizer):
 def test_ids_beyond_the_embedding_are_refused_at_load(tiny_model_dir, tiny_tokenizer, tmp_path, special):
     grown = deepcopy(tiny_tokenizer)
     grown.add_tokens(["<tool>", "<call>"], special_tokens=special)
-    for file in tiny_model_dir.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    grown.save_pretrained(tmp_path)
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "grown")
+    grown.save_pretrained(folder)
     with pytest.raises(UserError, match=r"ids up to 513 \('<call>'\), beyond the 512 rows of its embedding; ") as error:
-        load_tokenizer(str(tmp_path))
+        load_tokenizer(str(folder))
     assert "\n" not in str(error.value)
 
 
