@@ -7,17 +7,18 @@ import pytest
 from qat_lora.backend import machine
 from qat_lora.errors import UserError
 from qat_lora.experiments.athena.rows import load
-from qat_lora.run.command_line import parse
 
 
 @pytest.fixture
-def build(load_script, tmp_path, monkeypatch):
+def build(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    script = load_script("build_puzzle_data")
-    return lambda *words: script.main(parse(script.Config, "build_puzzle_data", list(words)))
+    return lambda *words: run("build_puzzle_data", *words)
 
 
-def test_puzzles_depend_only_on_the_seed(build, capsys):
+def test_puzzles_depend_only_on_the_seed(build, tmp_path, capsys):
+    build("--dry-run")
+    assert "2,000 sudoku6 would go to data/puzzles, 10% of them held out" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
     for folder, seed in (("a", 1), ("b", 1), ("c", 2)):
         build("kind=sudoku4", "count=30", "--heldout-fraction", "0.2", f"output_dir={folder}", f"seed={seed}")
     a, b, c = (load(folder) for folder in "abc")
@@ -40,12 +41,6 @@ def test_a_corpus_becomes_rows_without_the_longer_ones(build, tmp_path, capsys):
     train, heldout = load("pairs")
     assert len(train) + len(heldout) == 20 and train.kind is None and set(train.budgets) == {3}
     assert "20 rows of 16 bytes; 1 longer rows left out" in capsys.readouterr().out
-
-
-def test_a_dry_run_writes_nothing(build, tmp_path, capsys):
-    build("--dry-run")
-    assert "2,000 sudoku6 would go to data/puzzles, 10% of them held out" in capsys.readouterr().out
-    assert not (tmp_path / "data").exists()
 
 
 @pytest.mark.parametrize(

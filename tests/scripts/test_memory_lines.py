@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from small import CPU
 from transformers import AutoConfig, AutoTokenizer
 
 from qat_lora.backend import machine
@@ -10,31 +11,23 @@ from qat_lora.models import loading
 
 LEAST = 4e5  # bytes; the weights of `tiny_model_dir` alone take more
 LINE = re.compile(r"^memory of a worker's process \(estimated; the peak is in .+\): .+, total \d+\.\d\d GB$", re.M)
-CPU = ["--device", "cpu", "--precision", "fp32"]
 
 
 @pytest.fixture
-def flags(tiny_model_dir, tiny_student, cache, tmp_path):
+def flags(tiny_model_dir, tiny_student, qat, recovery, tmp_path):
     """flags(script): flags to run it on the tiny model."""
+    train = ["--model", tiny_model_dir, "--output-dir", tmp_path / "run"]
+    student = ["--checkpoint", tiny_student]
     every = {
         "build_kd_cache": ["--model", tiny_model_dir, "--cache-dir", tmp_path / "c", "--length", 16, "--max-rows", 8],
-        "train_qat": ["--model", tiny_model_dir, "--cache-dir", cache, "--output-dir", tmp_path / "run"],
-        "train_recovery_lora": [
-            "--checkpoint", tiny_student, "--kd-cache-dir", cache, "--output-dir", tmp_path / "run",
-        ],
-        "measure_perplexity": [
-            "--checkpoint", tiny_student, "--teacher", tiny_model_dir, "--length", 16, "--max-windows", 2,
-        ],
-        "train_cot_sft": [
-            "--model", tiny_model_dir, "--output-dir", tmp_path / "run", "--count", 60, "--length", 500, "--epochs", 9,
-        ],
-        "train_musclebob_improved": [
-            "--model", tiny_model_dir, "--output-dir", tmp_path / "run", "--max-prompt-length", 250,
-            "--num-samples", 16,
-        ],
-        "export_model": ["--checkpoint", tiny_student, "--output-dir", tmp_path / "out"],
-        "run_inference": ["--checkpoint", tiny_student, "--prompt", "Hello", "--raw"],
-    }  # fmt: skip
+        "train_qat": qat,
+        "train_recovery_lora": recovery,
+        "measure_perplexity": [*student, "--teacher", tiny_model_dir, "--length", 16, "--max-windows", 2],
+        "train_cot_sft": [*train, "--count", 60, "--length", 500, "--epochs", 9],
+        "train_musclebob_improved": [*train, "--max-prompt-length", 250, "--num-samples", 16],
+        "export_model": [*student, "--output-dir", tmp_path / "out"],
+        "run_inference": [*student, "--prompt", "Hello", "--raw"],
+    }
     return lambda script: [*every[script], *CPU[: 2 if script == "export_model" else 4]]
 
 

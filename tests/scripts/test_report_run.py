@@ -5,14 +5,10 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from qat_lora.errors import UserError
-from qat_lora.run.command_line import parse
-
-ROOT = Path(__file__).resolve().parents[2]
+from qat_lora.errors import ROOT, UserError
 
 
 @pytest.fixture
@@ -29,26 +25,22 @@ def runs(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def report(load_script, capsys):
-    script = load_script("report_run")
-
-    def run(*flags) -> str:
-        script.main(parse(script.Config, "report_run", list(map(str, flags))))
+def report(run, capsys):
+    def main(*flags) -> str:
+        run("report_run", *flags)
         return capsys.readouterr().out.strip()
 
-    return run
+    return main
 
 
-def test_the_newest_run_is_reported(report, runs):
+def test_the_newest_or_the_given_run_is_reported(report, runs):
+    assert report("--dry-run") == "run runs/train_qat/a" and not list(runs.rglob("*.png"))
     assert report() == "runs/train_qat/a/report.html"
     assert (runs / "train_qat/a/plots/metrics.png").read_bytes()[:4] == b"\x89PNG"
     os.utime(runs / "v2_q4/metrics.jsonl", (2e9, 2e9))
     assert report() == "runs/v2_q4/report.html"
-
-
-def test_a_given_run_is_reported(report, runs):
     assert report("--run", runs / "train_qat/b") == str(runs / "train_qat/b/report.html")
-    assert [path.parents[1].name for path in runs.rglob("metrics.png")] == ["b"]
+    assert {path.parents[1].name for path in runs.rglob("metrics.png")} == {"a", "v2_q4", "b"}
 
 
 def test_the_page_is_one_file_with_figures_plots_samples_and_settings(report, runs):
@@ -57,9 +49,8 @@ def test_the_page_is_one_file_with_figures_plots_samples_and_settings(report, ru
         for step, kl in ((0, 2.5), (2, 0.75), (3, 1.25)):
             file.write(json.dumps({"step": step, "stage": "qat", "heldout_kl": kl, "odd": kl}) + "\n")
     (path / "config.yaml").write_text("mlp: int2/g64\nseed: 7\n")
-    (path / "manifest.json").write_text(
-        json.dumps({"experiment": "train_qat", "argv": ["scripts/train_qat.py", "<b>"]})
-    )
+    facts = {"experiment": "train_qat", "argv": ["scripts/train_qat.py", "<b>"]}
+    (path / "manifest.json").write_text(json.dumps(facts))
     (path / "summary.json").write_text(json.dumps({"status": "finished", "best": {"heldout_kl": 0.75}}))
     (path / "samples.txt").write_text("Once upon a time")
     report("--run", path)
@@ -71,17 +62,9 @@ def test_the_page_is_one_file_with_figures_plots_samples_and_settings(report, ru
         assert text in page, text
 
 
-def test_the_error_for_a_folder_of_runs_lists_them(refusal, runs):
-    assert "train_qat/a, " in refusal("report_run", "--run", runs / "train_qat")
-
-
-def test_dry_run_names_the_run_and_draws_nothing(report, runs):
-    assert report("--dry-run") == "run runs/train_qat/a"
-    assert not list(runs.rglob("*.png"))
-
-
 def test_bad_input(refusal, runs, tmp_path, monkeypatch):
     assert "has no metrics.jsonl" in refusal("report_run", "--run", tmp_path / "absent")
+    assert "train_qat/a, " in refusal("report_run", "--run", runs / "train_qat"), "the runs in a folder are listed"
     (runs / "v2_q4/metrics.jsonl").write_text("{")
     assert "is damaged" in refusal("report_run", "--run", runs / "v2_q4")
     (runs / "v2_q4/metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo\n')
