@@ -79,15 +79,6 @@ def test_dense_gradient_is_the_softmax_difference(temperature):
     assert teacher.grad is None
 
 
-def test_dense_minimum_is_the_entropy_at_the_teacher():
-    logits = random(B, L, V).requires_grad_()
-    loss = kd_soft_ce(logits, logits.detach())
-    loss.backward()
-    entropy = torch.distributions.Categorical(logits=logits.detach()).entropy().mean()
-    torch.testing.assert_close(loss.detach(), entropy)
-    assert logits.grad.abs().max() < 1e-7
-
-
 def test_a_mask_in_the_dense_loss_equals_the_subset(case):
     student, teacher, mask = random(B, L, V), random(B, L, V, seed=1), case[4]
     subset = kd_soft_ce(student[mask.bool()], teacher[mask.bool()])
@@ -104,14 +95,6 @@ def test_an_empty_mask_is_refused(case):
 
 
 # -- sparse -----------------------------------------------------------------------------------------------------------
-def test_one_hot_targets_give_cross_entropy(case):
-    hidden, head, index, _, mask = case
-    label = index[..., :1]
-    loss = sparse_loss(hidden, head, label, torch.ones(B, L, 1), mask)
-    labels = label.squeeze(2).masked_fill(mask == 0, -100)
-    torch.testing.assert_close(loss, F.cross_entropy((hidden @ head.T).flatten(0, 1), labels.flatten()))
-
-
 def test_targets_on_the_whole_vocabulary_give_the_dense_loss(case):
     hidden, head, *_, mask = case
     teacher = random(B, L, V, seed=5)
@@ -123,35 +106,12 @@ def test_targets_on_the_whole_vocabulary_give_the_dense_loss(case):
 @pytest.mark.parametrize("total", [None, torch.tensor(5.0)])
 @pytest.mark.parametrize("mass", [1.0, 0.6])
 def test_value_and_gradients_equal_a_dense_fp64_reference(case, mass, total):
+    """Also where an index repeats; 3: a factor upstream of the loss."""
     hidden, head, index, prob, mask = case
     rest = index, prob * mass, mask, total
-    for ours, wanted in zip(gradients(sparse_loss, hidden, head, *rest), gradients(dense, hidden, head, *rest)):
-        torch.testing.assert_close(ours, wanted.float(), rtol=1e-4, atol=1e-6)
-
-
-def test_gradient_equals_the_numerical_derivative(case):
-    hidden, head, index, prob, mask = (x.double() if x.is_floating_point() else x for x in case)
-    hidden.requires_grad_(), head.requires_grad_()
-    assert torch.autograd.gradcheck(
-        lambda h, w: sparse_loss(h, w, index, prob, mask).double(), (hidden, head), eps=3e-2, atol=3e-3, rtol=1e-2
-    )
-
-
-def test_an_upstream_factor_scales_the_gradient(case):
-    _, *plain = gradients(sparse_loss, *case)
-    _, *scaled = gradients(lambda *args: 3 * sparse_loss(*args), *case)
-    for one, three in zip(plain, scaled):
-        torch.testing.assert_close(3 * one, three)
-
-
-def test_repeated_indices_add_up(case):
-    hidden, head, index, prob, mask = case
-    joined = prob.clone()
-    joined[..., 0] += joined[..., 1]
-    joined[..., 1] = 0
-    pair = [gradients(sparse_loss, hidden, head, index, p, mask) for p in (prob, joined)]
+    pair = [gradients(lambda *given, loss=loss: 3 * loss(*given), hidden, head, *rest) for loss in (sparse_loss, dense)]
     for ours, wanted in zip(*pair):
-        torch.testing.assert_close(ours, wanted)
+        torch.testing.assert_close(ours, wanted.float(), rtol=1e-4, atol=1e-6)
 
 
 def test_a_mask_in_the_sparse_loss_equals_the_subset(case):
@@ -174,9 +134,8 @@ def test_accumulation_with_total_equals_one_large_batch(case):
         gradients(sparse_loss, hidden[i : i + 1], head, index[i : i + 1], prob[i : i + 1], mask[i : i + 1], total)
         for i in range(B)
     ]
-    torch.testing.assert_close(sum(part[0] for part in parts), whole[0])
-    torch.testing.assert_close(torch.cat([part[1] for part in parts]), whole[1])
-    torch.testing.assert_close(sum(part[2] for part in parts), whole[2])
+    losses, hiddens, heads = zip(*parts)
+    torch.testing.assert_close((sum(losses), torch.cat(hiddens), sum(heads)), whole)
 
 
 @pytest.fixture
@@ -200,7 +159,7 @@ def test_strips_cover_everything_within_the_limits(in_strips):
 
 
 @pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize(("positions", "tokens"), [(1, 3), (5, 4), (7, 9), (100, 5)])
+@pytest.mark.parametrize(("positions", "tokens"), [(1, 3), (7, 9), (100, 5)])
 def test_strips_do_not_change_the_result(case, positions, tokens, trained, in_strips, kernels):
     found = []
     for _ in range(2):
@@ -209,8 +168,7 @@ def test_strips_do_not_change_the_result(case, positions, tokens, trained, in_st
         loss.backward()
         found.append([loss.detach(), hidden.grad, *([head.grad] if trained else [])])
         in_strips(positions, tokens)
-    for ours, wanted in zip(*found):
-        torch.testing.assert_close(ours, wanted)
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -275,8 +233,7 @@ def test_gradients_of_log_probs_in_strips_equal_autograd(case, temperature, trai
             logp = (given[0] @ given[1].T / temperature).log_softmax(1).gather(1, tokens[:, None]).squeeze(1)
         (logp * coming).sum().backward()
         found.append([logp.detach(), *(tensor.grad for tensor in given[: 1 + trained])])
-    for ours, wanted in zip(*found):
-        torch.testing.assert_close(ours, wanted)
+    torch.testing.assert_close(*found)
 
 
 def test_log_probs_at_tokens(case, in_strips, kernels):
@@ -301,21 +258,16 @@ def test_a_frozen_weight_that_changes_is_cast_again():
     assert torch.equal(part.weight, weight[:5].bfloat16()) and part.logits(hidden.bfloat16()).shape == (3, 5)
 
 
-def test_a_frozen_head_gets_no_gradient(case):
+def test_a_frozen_head_gets_no_gradient_and_nothing_does_under_no_grad(case):
     hidden, head, *rest = case
+    loss, wanted, _ = gradients(sparse_loss, *case)
     hidden.requires_grad_()
     sparse_loss(hidden, head, *rest).backward()
-    wanted = gradients(sparse_loss, hidden.detach(), head, *rest)[1]
     assert head.grad is None and torch.equal(hidden.grad, wanted)
-
-
-def test_no_gradient_under_no_grad(case):
-    hidden, head, *rest = case
-    hidden.requires_grad_(), head.requires_grad_()
     with torch.no_grad():
-        loss = sparse_loss(hidden, head, *rest)
-    assert not loss.requires_grad
-    torch.testing.assert_close(loss, sparse_loss(hidden, head, *rest).detach())
+        found = sparse_loss(hidden, head.requires_grad_(), *rest)
+    assert not found.requires_grad
+    torch.testing.assert_close(found, loss)
 
 
 def test_bf16_autocast_keeps_the_softmax_in_fp32(case):

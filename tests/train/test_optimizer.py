@@ -26,12 +26,10 @@ def test_steps_against_the_gradient_are_skipped_and_the_others_scaled_up():
     ours, theirs = (nn.Parameter(torch.zeros(4)) for _ in range(2))
     mine = CautiousAdamW([{"params": [ours], "lr": 0.1}])
     other = torch.optim.AdamW([theirs], lr=0.1, betas=(0.9, 0.95), weight_decay=0.0)
-    for optimizer, p in ((mine, ours), (other, theirs)):
-        walk(optimizer, p, torch.ones(1, 4))
-    before = ours.detach().clone()
-    gradient = torch.tensor([[1.0, -0.1, 1.0, 1.0]])  # the second gradient changes sign, its momentum does not
-    for optimizer, p in ((mine, ours), (other, theirs)):
-        walk(optimizer, p, gradient)
+    # the second value's second gradient changes sign, its momentum does not
+    for gradient in torch.ones(1, 4), torch.tensor([[1.0, -0.1, 1.0, 1.0]]):
+        before = ours.detach().clone()
+        walk(mine, ours, gradient), walk(other, theirs, gradient)
     assert ours[1] == before[1] and theirs[1] != before[1]
     moved = (ours - before)[[0, 2, 3]]
     torch.testing.assert_close(moved, (theirs - before)[[0, 2, 3]] * 4 / 3)
@@ -48,16 +46,13 @@ def test_each_group_has_its_own_rate_and_parameters_without_gradient_do_not_chan
 
 def test_it_resumes_from_its_saved_state():
     gradients = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
-    whole = nn.Parameter(torch.zeros(3))
+    whole, part = (nn.Parameter(torch.zeros(3)) for _ in range(2))
     walk(CautiousAdamW([{"params": [whole], "lr": 0.1}]), whole, gradients)
-    first = nn.Parameter(torch.zeros(3))
-    optimizer = CautiousAdamW([{"params": [first], "lr": 0.1}])
-    walk(optimizer, first, gradients[:4])
-    second = nn.Parameter(first.detach().clone())
-    resumed = CautiousAdamW([{"params": [second], "lr": 0.1}])
-    resumed.load_state_dict(optimizer.state_dict())
-    walk(resumed, second, gradients[4:])
-    assert torch.equal(second, whole)
+    first, resumed = (CautiousAdamW([{"params": [part], "lr": 0.1}]) for _ in range(2))
+    walk(first, part, gradients[:4])
+    resumed.load_state_dict(first.state_dict())
+    walk(resumed, part, gradients[4:])
+    assert torch.equal(part, whole)
 
 
 def test_a_group_may_have_its_own_betas_and_weight_decay():
