@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from worker_checks import CLOSE, apart
 
 from qat_lora.backend import TorchBackend, count_workers, detect
 from qat_lora.backend.group import Group
-from qat_lora.backend.launch import check_world, launch
+from qat_lora.backend.launch import check_world, end_with, launch
 from qat_lora.backend.workers import PROCESS_BOUNDS, take_chips
 from qat_lora.errors import UserError
 
@@ -179,6 +180,13 @@ def test_a_worker_that_dies_ends_the_job_with_its_own_code(capfd, how, where, co
     err = capfd.readouterr().err
     assert all(line in err for line in said), err
     assert err.count("error:") == bool(said) and err.count("Traceback") == (how == "fault"), err
+
+
+def test_the_end_of_a_killed_worker_is_reported(capfd):
+    with pytest.raises(SystemExit) as end:
+        end_with("worker 1", -signal.SIGKILL)
+    assert end.value.code == 128 + signal.SIGKILL
+    assert capfd.readouterr().err.startswith("error: worker 1 was killed (SIGKILL); the others were ended; resume with")
 
 
 def test_an_error_of_all_workers_is_printed_once(capfd):
