@@ -228,8 +228,8 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(train_qat, pipeline, 
 # -- XLA -------------------------------------------------------------------------------------------------------------
 @pytest.mark.xla
 def test_train_qat_on_xla_compiles_nothing_after_its_first_step(pipeline, sharp_model_dir, tmp_path):
-    flags = ["--model", sharp_model_dir, "--cache-dir", pipeline / "cache", "--output-dir", tmp_path / "run", *QAT]
-    flags = [*flags, "--layer-steps", 1, "--max-steps", 4, "--eval-every", 2, "--log-every", 1]
+    flags = ["--model", sharp_model_dir, "--cache-dir", pipeline / "cache", "--output-dir", tmp_path / "run", *SHORT]
+    flags = [*flags, "--init", "rtn", "--ema", 0.5, "--max-steps", 4, "--eval-every", 2, "--log-every", 1]
     flags = [*flags, "--device", "xla", "--accumulation-steps", 2]
     command = [sys.executable, ROOT / "scripts" / "train_qat.py", *flags]
     env = os.environ | {"PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK}
