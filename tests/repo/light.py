@@ -23,12 +23,9 @@ def run(path: str, flags: list[str], environment: dict[str, str]) -> tuple[int, 
     for name in [name for name in sys.modules if name.startswith("qat_lora")]:
         del sys.modules[name]  # each script imports them again, as in a process of its own
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2))
-    ours = {
-        "argv": [path, *flags], "path": [str(Path(path).parent), *sys.path[1:]], "excepthook": sys.__excepthook__,
-        "stdout": out, "stderr": err,
-    }  # fmt: skip
+    ours = {"argv": [path, *flags], "path": [str(Path(path).parent), *sys.path[1:]], "excepthook": sys.__excepthook__}
     code = 0
-    with mock.patch.multiple(sys, **ours), mock.patch.dict(os.environ, environment):
+    with mock.patch.multiple(sys, stdout=out, stderr=err, **ours), mock.patch.dict(os.environ, environment):
         try:
             runpy.run_path(path, run_name="__main__")
         except SystemExit as stop:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from qat_lora.errors import ROOT
+
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("caches/*.md"), *ROOT.glob("runs/*.md")])
 RUNBOOKS = ("qat-recovery", "musclebob", "reservoir", "athena", "cot-sft")
 PARTS = (

@@ -7,10 +7,10 @@ from typing import get_type_hints
 
 import yaml
 
+from qat_lora.errors import ROOT
 from qat_lora.run.command_line import type_of
 from qat_lora.run.options import GROUPS, JobConfig
 
-ROOT = Path(__file__).resolve().parents[2]
 COMMON = {field.name for field in dataclasses.fields(JobConfig)}
 # Shared options are read in the modules that define them.
 SHARED = [ROOT / "qat_lora" / "data" / "options.py", ROOT / "qat_lora" / "train" / "options.py"]

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from qat_lora.errors import ROOT
 from qat_lora.run.command_line import check_command_line
 from qat_lora.run.options import GROUPS, JobConfig
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
 LAUNCHED = [*SCRIPTS, ROOT / "pretrain.py"]
 

@@ -6,7 +6,8 @@ import re
 import statistics
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from qat_lora.errors import ROOT
+
 ORDER = [  # each subpackage imports only itself and those before it
     "errors", "backend", "run", "models", "data", "quant", "train", "kd", "lora", "rl", "layer_qat", "export",
     "experiments", "hardware",
