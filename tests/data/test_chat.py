@@ -107,10 +107,12 @@ def test_unknown_or_malformed_rows_are_refused(row, words):
 @pytest.mark.parametrize(
     "messages, expected",
     [
-        (SINGLE, ["It is 4."]), (MULTI, ["It is 4.", "Six "]),
-        (MULTI[:-1], ["It is 4."]), ([GREETING, *SINGLE], ["It is 4."]),  # no answer, and no prompt
+        (SINGLE, ["It is 4."]),
+        (MULTI, ["It is 4.", "Six "]),
+        (MULTI[:-1], ["It is 4."]),
+        ([GREETING, *SINGLE], ["It is 4."]),  # no answer, and no prompt
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("thinking", ["on", "off"])
 def test_spans_are_the_completions_with_their_end_marker(tiny_tokenizer, messages, expected, thinking):
     document = render_one(messages, tiny_tokenizer, thinking)
@@ -169,10 +171,12 @@ def test_documents_may_mix_plain_text_and_chat(tiny_tokenizer):
 @pytest.mark.parametrize(
     "row, words",
     [
-        ({"text": None}, 'column "text" contains a NoneType'), ({"other": 1}, "columns other match no"),
-        ({"messages": SINGLE[:1]}, "no assistant turn"), ({"text": "half \ud800"}, "not valid Unicode at character 5"),
+        ({"text": None}, 'column "text" contains a NoneType'),
+        ({"other": 1}, "columns other match no"),
+        ({"messages": SINGLE[:1]}, "no assistant turn"),
+        ({"text": "half \ud800"}, "not valid Unicode at character 5"),
     ],
-)  # fmt: skip
+)
 def test_the_error_names_the_bad_row(tiny_tokenizer, row, words):
     rows = documents([{"text": "plain 😀"}, row], tiny_tokenizer, "on")
     assert next(rows) == Document("plain 😀", None)

@@ -41,12 +41,14 @@ def turns(*contents: str) -> list[dict]:
     "row, targets",
     [
         ({"messages": turns("Who?", "He.", "Why?", "So.")}, "He.<|im_end|>So.<|im_end|>"),
-        ({"prompt": turns("Who?", "He.", "Why?"), "completion": [{"role": "assistant", "content": "So."}]},
-         "So.<|im_end|>"),
+        (
+            {"prompt": turns("Who?", "He.", "Why?"), "completion": [{"role": "assistant", "content": "So."}]},
+            "So.<|im_end|>",
+        ),
         ({"prompt": "### Instruction:\nWho?\n\n### Response:\n", "completion": "He."}, "He.<|im_end|>"),
         ({"prompt": "", "completion": "He went home."}, "e went home.<|im_end|>"),  # the first token has no context
     ],
-)  # fmt: skip
+)
 def test_the_targets_are_the_answers_after_the_prompt_and_their_ends(tiny_tokenizer, row, targets):
     assert learned(row, tiny_tokenizer) == targets
 
@@ -107,10 +109,12 @@ def test_long_examples_are_left_out_rather_than_cut():
 @pytest.mark.parametrize(
     "one, other",
     [
-        ("Due on 3 May 2021?", "due on 12 March 1999"), ("It costs £1,200.50", "it costs £3!"),
-        ("7 weeks", "12  weeks"), ("1 year and 1 month", "2 years and 3 months"),
+        ("Due on 3 May 2021?", "due on 12 March 1999"),
+        ("It costs £1,200.50", "it costs £3!"),
+        ("7 weeks", "12  weeks"),
+        ("1 year and 1 month", "2 years and 3 months"),
     ],
-)  # fmt: skip
+)
 def test_texts_that_differ_only_in_figures_are_one_group(one, other):
     assert without_figures(one) == without_figures(other)
     assert without_figures(one) != without_figures(one + " or not")
@@ -180,9 +184,9 @@ def test_the_fingerprint_depends_on_tokens_sections_packing_and_weights():
     rows = [example("a", 0, 1, 1), example("b", 0, 1)]
     joined = Example("ab", *(np.concatenate([getattr(row, part) for row in rows]) for part in ("tokens", "sections")))
     unlearned = [rows[0], example("b", 0, 0)]
-    choices = [(rows, 7, 1.0, 9), ([joined], 7, 1.0, 9), (rows, 7, 2.0, 9), (rows, 8, 1.0, 9), (rows, 7, 1.0, 8),
-               (unlearned, 7, 1.0, 9), (rows, 7, 1.0, 9)]  # fmt: skip
-    *distinct, again = [PackedExamples(*which, (weight,), end).fingerprint for *which, weight, end in choices]
+    made = {"examples": rows, "length": 7, "weights": (1.0,), "end": 9}
+    changes = [{"examples": [joined]}, {"examples": unlearned}, {"length": 8}, {"weights": (2.0,)}, {"end": 8}, {}]
+    *distinct, again = [PackedExamples(**made | change).fingerprint for change in [{}, *changes]]
     assert len(set(distinct)) == len(distinct) and again == distinct[0]
 
 

@@ -8,20 +8,7 @@ import pytest
 import torch
 from gguf import GGUFReader
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from qat_lora.errors import UserError
 from qat_lora.export.gguf import (
@@ -49,15 +36,10 @@ ADAPTED = {
     "self_attn.q_proj": ("attn_q", 4), "self_attn.k_proj": ("attn_k", 2), "self_attn.v_proj": ("attn_v", 0),
     "mlp.down_proj": ("ffn_down", 0),
 }  # fmt: skip
-# transformers does not read a Qwen3's head size from a GGUF file; it assumes 128.
 SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 520}
-MODELS = {
-    "llama": lambda **o: LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **SHAPE, **o)),
-    "qwen2": lambda **o: Qwen2ForCausalLM(Qwen2Config(num_attention_heads=4, num_key_value_heads=2, **SHAPE, **o)),
-    "qwen3": lambda **o: Qwen3ForCausalLM(
-        Qwen3Config(num_attention_heads=2, num_key_value_heads=1, head_dim=128, **SHAPE, **o)
-    ),
-}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+# transformers does not read a Qwen3's head size from a GGUF file; it assumes 128.
+KINDS = {"llama": HEADS, "qwen2": HEADS, "qwen3": {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128}}
 SPEC = StudentSpec(mlp="int4/g32", attn="balanced3/g32", head="int8/g32")
 
 
@@ -67,9 +49,12 @@ NUMBERS = itertools.count()
 @pytest.fixture(scope="module")
 def model_dir(full_model_dir):
     """model_dir(kind, **config): a folder with a random tiny model in which every parameter has an effect."""
-    return lambda kind, **config: full_model_dir(
-        MODELS[kind](bos_token_id=None, eos_token_id=2, pad_token_id=0, **config)
-    )
+
+    def make(kind, **config):
+        sizes = SHAPE | KINDS.get(kind, HEADS) | {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
+        return full_model_dir(AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes | config)))
+
+    return make
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +96,7 @@ def llama(folder):
     return checkpoint, adapter_of(folder, checkpoint)
 
 
-@pytest.fixture(scope="module", params=itertools.product(MODELS, [True, False]), ids=str)
+@pytest.fixture(scope="module", params=itertools.product(KINDS, [True, False]), ids=str)
 def source(model_dir, request):
     """The student of each kind of model, with a tied and with an untied head."""
     kind, tied = request.param
@@ -173,11 +158,14 @@ def test_balanced4_differs_only_by_its_rounded_offset(folder, tmp_path):
 @pytest.mark.parametrize(
     "spec",
     [
-        StudentSpec("int2/g64", "int2/tensor", "int2/g64"), StudentSpec("balanced2/g32", "balanced3/g32"),
-        StudentSpec("lut4/r4", "int4/g16"), StudentSpec("none", "int8/g32"), StudentSpec("balanced8/g32", "none"),
+        StudentSpec("int2/g64", "int2/tensor", "int2/g64"),
+        StudentSpec("balanced2/g32", "balanced3/g32"),
+        StudentSpec("lut4/r4", "int4/g16"),
+        StudentSpec("none", "int8/g32"),
+        StudentSpec("balanced8/g32", "none"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_the_file_size_equals_the_computed_one_for_every_type(folder, tmp_path, spec):
     plan = written(load_source(student_of(folder, spec)), tmp_path)
     assert (tmp_path / MODEL_FILE).stat().st_size == plan.model_bytes
@@ -269,12 +257,9 @@ def test_adapter_beside_the_model_and_merged_into_it(llama, tmp_path):
 
 # -- adapters on experts ---------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
-def mixtral(full_model_dir):
+def mixtral(model_dir):
     """(student file, adapter on attention and experts) of a tiny Mixtral."""
-    config = MixtralConfig(
-        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, bos_token_id=None, eos_token_id=2, **SHAPE
-    )
-    folder = full_model_dir(MixtralForCausalLM(config))
+    folder = model_dir("mixtral", num_local_experts=4)
     checkpoint = student_of(folder, StudentSpec("none", "int4/g32"))
     experts = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
     return checkpoint, adapter_of(folder, checkpoint, target_modules=["q_proj"], target_parameters=experts)
@@ -305,10 +290,8 @@ def test_formats_of_a_model(model_dir, folder, mixtral):
 
 
 # -- Gemma -----------------------------------------------------------------------------------------------------------
-def test_norms_of_gemma_include_one_plus_the_weight_and_the_scale_of_q(full_model_dir, tmp_path):
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    config = Gemma3TextConfig(query_pre_attn_scalar=24, bos_token_id=None, **heads, **SHAPE)
-    source = load_source(student_of(full_model_dir(Gemma3ForCausalLM(config))))
+def test_norms_of_gemma_include_one_plus_the_weight_and_the_scale_of_q(model_dir, tmp_path):
+    source = load_source(student_of(model_dir("gemma3_text", head_dim=16, query_pre_attn_scalar=24)))
     plan = written(source, tmp_path)
     tensors = {t.name: t.data for t in GGUFReader(tmp_path / MODEL_FILE).tensors}
     weights = dict(source.student.named_parameters())

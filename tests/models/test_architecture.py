@@ -268,9 +268,11 @@ class Doubled(tf.LlamaForCausalLM):
 
 @pytest.mark.parametrize(
     ("changed", "words"),
-    [(Shifted, r"\(Shifted\) is not supported: it computes logits"),
-     (Doubled, "logits computed here differ from transformers' by")],
-)  # fmt: skip
+    [
+        (Shifted, r"\(Shifted\) is not supported: it computes logits"),
+        (Doubled, "logits computed here differ from transformers' by"),
+    ],
+)
 def test_a_forward_that_changes_logits_or_embeddings_is_refused(changed, words):
     model = make("Llama")
     model.__class__ = changed

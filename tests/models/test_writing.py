@@ -3,39 +3,28 @@ end."""
 
 import pytest
 import torch
-from transformers import (
-    ApertusConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DeepseekV3Config,
-    Gemma3TextConfig,
-    Gemma4TextConfig,
-    GenerationConfig,
-    MixtralConfig,
-)
+import transformers as tf
+from sizes import TINY
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qat_lora.errors import UserError
 from qat_lora.models.loading import load_model, load_tokenizer, plain_state, weights_fingerprint
 from qat_lora.models.writing import logits_on_cpu, probe, write_model
 
-SHAPE = {
-    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": 0,
-    "pad_token_id": 0,
-}  # fmt: skip
+SHAPE = TINY | {"eos_token_id": 0}
 CONFIGS = {
-    "gemma3": Gemma3TextConfig(head_dim=16, **SHAPE),
-    "gemma4": Gemma4TextConfig(
+    "gemma3": tf.Gemma3TextConfig(head_dim=16, **SHAPE),
+    "gemma4": tf.Gemma4TextConfig(
         head_dim=16, global_head_dim=16, layer_types=["sliding_attention", "full_attention"],
         hidden_size_per_layer_input=0, vocab_size_per_layer_input=512, num_kv_shared_layers=0, **SHAPE
     ),
-    "mixtral": MixtralConfig(num_local_experts=4, **SHAPE),
-    "deepseek": DeepseekV3Config(
+    "mixtral": tf.MixtralConfig(num_local_experts=4, **SHAPE),
+    "deepseek": tf.DeepseekV3Config(
         n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1,
         moe_intermediate_size=64, q_lora_rank=32, kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16,
         v_head_dim=16, **SHAPE | {"num_key_value_heads": 4},
     ),
-    "apertus": ApertusConfig(**SHAPE),
+    "apertus": tf.ApertusConfig(**SHAPE),
 }  # fmt: skip
 BUFFERS = {"gemma4": "layer_scalar", "deepseek": "e_score_correction_bias", "apertus": "beta"}
 
@@ -98,7 +87,7 @@ def test_plain_generate_stops_where_a_turn_ends(tiny_model_dir, tmp_path):
     model, tokenizer = load_model(str(tiny_model_dir)), load_tokenizer(str(tiny_model_dir))
     tokenizer.add_special_tokens({"eos_token": "<|pad|>"})
     ends = {tokenizer.convert_tokens_to_ids(t) for t in ("<|pad|>", "<|im_end|>")}
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, do_sample=False)
+    model.generation_config = tf.GenerationConfig(eos_token_id=tokenizer.eos_token_id, do_sample=False)
     turn_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     for name, parameter in model.named_parameters():  # it outputs <|im_end|> for any text
         parameter.data.fill_(float("embed" in name or "norm" in name))
