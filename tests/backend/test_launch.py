@@ -13,7 +13,7 @@ import pytest
 import torch
 import worker_checks
 from patience import PATIENCE
-from worker_checks import CLOSE, apart
+from worker_training import CLOSE, apart, train
 
 from qat_lora.backend import TorchBackend, count_workers, detect
 from qat_lora.backend.group import Group
@@ -246,12 +246,12 @@ def is_worker(pid: int) -> bool:
 @pytest.fixture(scope="module")
 def one_worker(sharp_model_dir, sharp_cache, tmp_path_factory):
     out = tmp_path_factory.mktemp("one")
-    worker_checks.train(TorchBackend("cpu", "fp32"), str(sharp_model_dir), str(sharp_cache), out)
+    train(TorchBackend("cpu", "fp32"), str(sharp_model_dir), str(sharp_cache), out)
     return out / "worker0.safetensors"
 
 
 def test_two_workers_train_the_same_weights_as_one(one_worker, sharp_model_dir, sharp_cache, tmp_path):
-    launch(worker_checks.train, (str(sharp_model_dir), str(sharp_cache), tmp_path), "cpu", "fp32", 2)
+    launch(train, (str(sharp_model_dir), str(sharp_cache), tmp_path), "cpu", "fp32", 2)
     assert apart(tmp_path / "worker0.safetensors", tmp_path / "worker1.safetensors") == 0
     assert apart(tmp_path / "worker0.safetensors", one_worker) <= CLOSE
 
@@ -266,5 +266,5 @@ class Deaf(Group):
 def test_a_worker_without_the_reduction_does_not(one_worker, sharp_model_dir, sharp_cache, tmp_path, monkeypatch):
     for name in ("reduce", "broadcast"):
         monkeypatch.setattr(TorchBackend, name, lambda *_: None)
-    worker_checks.train(TorchBackend("cpu", "fp32", Deaf(0, 2)), str(sharp_model_dir), str(sharp_cache), tmp_path)
+    train(TorchBackend("cpu", "fp32", Deaf(0, 2)), str(sharp_model_dir), str(sharp_cache), tmp_path)
     assert apart(tmp_path / "worker0.safetensors", one_worker) > 100 * CLOSE

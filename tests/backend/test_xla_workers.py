@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import worker_checks
 from patience import PATIENCE
 from ports import free_port
-from worker_checks import CLOSE, apart
+from worker_training import CLOSE, STEPS, apart
 from xla_results import QUICK
 
 pytestmark = pytest.mark.xla
@@ -42,7 +41,7 @@ def test_four_xla_devices_train_the_same_weights_as_one(sharp_model_dir, sharp_c
     for rank in range(4):
         assert apart(tmp_path / "4" / f"worker{rank}.safetensors", tmp_path / "1" / "worker0.safetensors") <= CLOSE
         graphs = (tmp_path / "4" / f"graphs{rank}.txt").read_text().split("\n---\n")
-        assert [graph.count(" all-reduce(") for graph in graphs] == [1] * worker_checks.STEPS
+        assert [graph.count(" all-reduce(") for graph in graphs] == [1] * STEPS
     lines = map(json.loads, (tmp_path / "4" / "metrics.jsonl").read_text().splitlines())
     compiles = [line["compiles"] for line in lines if "compiles" in line]
     assert len(set(compiles)) == 1, "all workers and steps run the graph of the first"

@@ -17,6 +17,7 @@ import athena_workers
 import torch_xla
 import torch_xla.debug.metrics as met
 import worker_checks
+import worker_training
 
 from qat_lora.backend.launch import launch
 
@@ -54,7 +55,7 @@ def train(backend, out: Path) -> None:
     def watch(gradients) -> None:
         graphs.append(torch_xla._XLAC._get_xla_tensors_hlo(gradients))
 
-    worker_checks.train(backend, MODEL, CACHE, out, watch)
+    worker_training.train(backend, MODEL, CACHE, out, watch)
     (out / f"graphs{backend.rank}.txt").write_text("\n---\n".join(graphs))
 
 
