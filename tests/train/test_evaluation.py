@@ -18,6 +18,7 @@ from qat_lora.train.evaluation import heldout_nll, text_figures, windows
 from qat_lora.train.losses import text_loss
 
 ROWS, LENGTH, V = 6, 16, 512
+EVERYTHING = torch.ones(ROWS, LENGTH, dtype=torch.uint8)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def teacher(sharp_model_dir):
 @pytest.fixture(scope="module")
 def student(sharp_model_dir):
     """A student whose head is quantised too, so that using the latent head would give wrong figures."""
-    model = quantize(load_model(str(sharp_model_dir)), StudentSpec("balanced4/g32", "balanced4/g32", "balanced4/g32"))
+    model = quantize(load_model(str(sharp_model_dir)), StudentSpec(*["balanced4/g32"] * 3))
     initialise(model)
     return model
 
@@ -36,6 +37,11 @@ def student(sharp_model_dir):
 @pytest.fixture(scope="module")
 def tokens():
     return torch.randint(1, V, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+def up_to(*lengths: int) -> torch.Tensor:
+    """A mask [N, L] that keeps the first positions of each row."""
+    return (torch.arange(LENGTH) < torch.tensor(lengths).unsqueeze(1)).to(torch.uint8)
 
 
 @torch.no_grad()
@@ -46,20 +52,16 @@ def reference(student, teacher, tokens):
     return nll, (logt.exp() * (logt - logp)).sum(-1)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def exact(teacher, tokens):
     """exact(mask [N, L]): a held-out dataset whose targets are the teacher's whole distribution."""
+    with torch.no_grad():
+        prob = teacher(tokens).logits.softmax(-1)
+    index, entropy = torch.arange(V).expand_as(prob), torch.distributions.Categorical(prob).entropy()
+    keys = ("tokens", "index", "prob", "entropy", "mask")
 
-    def make(mask=None):
-        mask = torch.ones(ROWS, LENGTH, dtype=torch.uint8) if mask is None else mask
-        with torch.no_grad():
-            prob = teacher(tokens).logits.softmax(-1)
-        entropy = torch.distributions.Categorical(prob).entropy()
-        return [
-            {"tokens": tokens[i], "index": torch.arange(V).expand(LENGTH, V), "prob": prob[i], "mask": mask[i],
-             "entropy": entropy[i]}
-            for i in range(ROWS)
-        ]  # fmt: skip
+    def make(mask=EVERYTHING):
+        return [dict(zip(keys, row)) for row in zip(tokens, index, prob, entropy, mask)]
 
     return make
 
@@ -94,9 +96,8 @@ def test_impossible_windows_are_refused(stride):
 
 
 # -- text figures -----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("batch_size", [1, 4, 6, 7])
-@pytest.mark.parametrize("stride", [5, LENGTH])
-def test_text_figures_equal_a_dense_reference(student, teacher, backend, tokens, stride, batch_size, monkeypatch):
+@pytest.mark.parametrize("batch_size, stride", [(1, LENGTH), (4, 5), (7, 5)])
+def test_text_figures_equal_a_dense_reference(student, teacher, backend, tokens, batch_size, stride, monkeypatch):
     monkeypatch.setattr(tiles, "HEAD_BYTES", 4 * V * 11 * 2)
     rows, scored = windows(tokens.flatten(), LENGTH, stride)
     nll, kl = reference(student, teacher, rows)
@@ -127,7 +128,7 @@ def test_text_loss_covers_only_the_target_tokens(student, teacher, tokens):
 
 
 def test_kd_loss_on_the_whole_vocabulary(student, teacher, exact, tokens):
-    mask = (torch.arange(LENGTH) < torch.tensor([[16], [3], [9], [1], [16], [7]])).to(torch.uint8)
+    mask = up_to(16, 3, 9, 1, 16, 7)
     items = exact(mask)
     batch = {key: torch.stack([item[key] for item in items]) for key in items[0]}
     _, kl = reference(student, teacher, tokens)
@@ -136,22 +137,17 @@ def test_kd_loss_on_the_whole_vocabulary(student, teacher, exact, tokens):
 
 
 # -- held-out figures -------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("batch_size", [1, 2, 3])
+@pytest.mark.parametrize("batch_size", [1, 4])
 def test_heldout_figures_equal_a_dense_reference(student, teacher, backend, exact, tokens, batch_size):
+    """Also if rows end in padding, as in v1 caches: a mean of batch means would give short rows more weight."""
     nll, kl = reference(student, teacher, tokens)
     figures = heldout_figures(student, exact(), backend, batch_size, ROWS)
     assert figures["heldout_nll"] == pytest.approx(float(nll.mean()), rel=1e-5)
     assert figures["heldout_ppl"] == pytest.approx(math.exp(float(nll.mean())), rel=1e-4)
     assert figures["heldout_kl"] == pytest.approx(float(kl.mean()), rel=1e-4, abs=1e-5)
-
-
-@pytest.mark.parametrize("batch_size", [1, 2, 6])
-def test_heldout_kl_is_the_mean_over_kept_positions(student, teacher, backend, exact, tokens, batch_size):
-    """In v1 caches rows end in padding, and a mean of batch means would give short rows more weight."""
-    mask = (torch.arange(LENGTH) < torch.tensor([[16], [3], [9], [2], [16], [7]])).to(torch.uint8)
-    _, kl = reference(student, teacher, tokens)
-    figures = heldout_figures(student, exact(mask), backend, batch_size, ROWS)
-    assert figures["heldout_kl"] == pytest.approx(float(kl[mask.bool()].mean()), rel=1e-4)
+    mask = up_to(16, 3, 9, 2, 16, 7)
+    padded = heldout_figures(student, exact(mask), backend, batch_size, ROWS)
+    assert padded["heldout_kl"] == pytest.approx(float(kl[mask.bool()].mean()), rel=1e-4)
 
 
 def test_every_row_counts_once_for_any_batch_size(student, teacher, backend, exact, tokens):
@@ -164,9 +160,9 @@ def test_every_row_counts_once_for_any_batch_size(student, teacher, backend, exa
         heldout_figures(student, exact(), backend, 7, 0)
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 6])
+@pytest.mark.parametrize("batch_size", [1, 4])
 def test_heldout_nll_is_the_mean_over_kept_tokens(student, teacher, backend, tokens, batch_size):
-    mask = (torch.arange(LENGTH) < torch.tensor([[16], [3], [9], [0], [16], [1]])).to(torch.uint8)
+    mask = up_to(16, 3, 9, 0, 16, 1)
     nll, _ = reference(student, teacher, tokens)
     items = [{"tokens": tokens[i], "mask": mask[i]} for i in range(ROWS)]
     figures = heldout_nll(student, items, backend, batch_size, ROWS)

@@ -16,6 +16,8 @@ from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import quantized_layers
 from qat_lora.quant.student import StudentSpec, quantize
 from qat_lora.quant.training import parameter_groups, select_parameters, usual_rates
+from qat_lora.run.rundir import Run
+from qat_lora.run.session import Every, Session
 from qat_lora.train.loop import restore, update
 
 PLAN = QATPlan(
@@ -24,7 +26,7 @@ PLAN = QATPlan(
 )  # fmt: skip
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def new_student(sharp_model_dir):
     def make():
         student = quantize(load_model(str(sharp_model_dir)), StudentSpec("balanced2/g32", "lut2/r4", "balanced4/g32"))
@@ -34,24 +36,36 @@ def new_student(sharp_model_dir):
     return make
 
 
+def played(student, data, plan, session):
+    """(student, lines of metrics.jsonl with a loss) after training."""
+    train_qat(student, data[0], plan, session, lambda step, model: {})
+    return student, [line for line in session.run.metrics() if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def usual(new_student, data, backend, tmp_path_factory):
+    """The student trained by PLAN, and its lines. Do not change it."""
+    session = Session(Run(tmp_path_factory.mktemp("usual"), resumed=False), backend, Every(log=1))
+    return played(new_student(), data, PLAN, session)
+
+
 @pytest.fixture
 def train(new_student, make_session, data, backend):
     """train(plan, name): (student, lines of metrics.jsonl with a loss)."""
 
-    def run(plan=PLAN, name="run", backend=backend):
-        student, session = new_student(), make_session(name, backend)
-        train_qat(student, data[0], plan, session, lambda step, model: {})
-        return student, [line for line in session.run.metrics() if "loss" in line]
+    def run(plan, name="run", backend=backend):
+        return played(new_student(), data, plan, make_session(name, backend))
 
     return run
 
 
 class Counting(TorchBackend):
-    """Records its calls; its reduction multiplies by 1.5, as if another worker added half our gradient."""
+    """Records its calls, rates and norms; its reduction multiplies by 1.5, as if another worker added half our
+    gradient."""
 
     def __init__(self):
         super().__init__("cpu", "fp32")
-        self.calls, self.norms = [], []
+        self.calls, self.norms, self.rates = [], [], []
 
     def reduce(self, tensors):
         self.calls.append("reduce")
@@ -63,6 +77,7 @@ class Counting(TorchBackend):
 
         def watched():
             self.calls.append("step")
+            self.rates.append([group["lr"] for group in optimizer.param_groups])
             grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             self.norms.append(float(torch.linalg.vector_norm(torch.stack([g.norm() for g in grads]))))
             step()
@@ -72,7 +87,7 @@ class Counting(TorchBackend):
 
 # -- learning ---------------------------------------------------------------------------------------------------------
 def test_the_loss_falls_and_the_student_approaches_the_teacher(train, new_student, data, backend):
-    student, lines = train(dataclasses.replace(PLAN, steps=60))
+    student, lines = train(dataclasses.replace(PLAN, steps=40))
     for figure, floor in (("loss", lines[0]["loss"] - lines[0]["kl"]), ("kl", 0)):
         values = [line[figure] - floor for line in lines]
         assert sum(values[-10:]) < 0.6 * sum(values[:10]), f"{figure} above the teacher's entropy"
@@ -80,14 +95,14 @@ def test_the_loss_falls_and_the_student_approaches_the_teacher(train, new_studen
     assert after < 0.85 * before
 
 
-def test_all_parameters_are_trained(train, new_student):
-    for (name, p), q in zip(train()[0].named_parameters(), new_student().parameters()):
+def test_all_parameters_are_trained(usual, new_student):
+    for (name, p), q in zip(usual[0].named_parameters(), new_student().parameters()):
         assert not torch.equal(p, q), name
 
 
-def test_metrics_equal_those_computed_by_hand(train, new_student, data, backend):
+def test_metrics_equal_those_computed_by_hand(usual, new_student, data):
     """Loss, KL and gradient norm of the first update, computed directly from its batch."""
-    student, lines = new_student(), train()[1]
+    student, lines = new_student(), usual[1]
     batch = next(batches(data[0], 4, 1, PLAN.seed))
     loss = kd_loss(student, batch)
     loss.backward()
@@ -99,34 +114,25 @@ def test_metrics_equal_those_computed_by_hand(train, new_student, data, backend)
     assert lines[0]["tokens"] == 4 * 32
 
 
-def test_the_gradient_reaches_scales_through_every_layer(new_student, data):
-    student = new_student()
-    kd_loss(student, next(batches(data[0], 4, 1, 0))).backward()
-    for name, layer in quantized_layers(student).items():
-        for parameter in (layer.weight, *layer.quantizer.parameters()):
-            assert parameter.grad.abs().sum() > 0, name
-
-
 def test_scales_have_their_own_parameter_group(new_student):
     student = new_student()
     rest, scales = parameter_groups(student, 1e-3, 2e-4)
     assert (rest["lr"], scales["lr"]) == (1e-3, 2e-4)
-    names = {id(p): name for name, p in student.named_parameters()}
-    assert all(".quantizer." in names[id(p)] for p in scales["params"])
-    assert not any(".quantizer." in names[id(p)] for p in rest["params"])
-    assert len(rest["params"]) + len(scales["params"]) == len(names)
+    for group, learned in ((rest, False), (scales, True)):
+        wanted = [p for name, p in student.named_parameters() if (".quantizer." in name) == learned]
+        assert set(map(id, group["params"])) == set(map(id, wanted))
 
 
 SHARES = {"int2/g32": (3.1e-3, 3.1e-3), "lut4/r4": (1.3e-4, 5.2e-4), "int8/g32": (3.6e-6, 1.4e-5)}
 
 
 @pytest.mark.parametrize("spec", SHARES)
-@pytest.mark.parametrize("times", [1.0, 5.0])
-def test_the_usual_rates_are_proportional_to_the_weights(sharp_model_dir, spec, times):
+def test_the_usual_rates_are_proportional_to_the_weights(sharp_model_dir, spec):
     student = quantize(load_model(str(sharp_model_dir)), StudentSpec(spec, spec))
-    weights = [layer.weight.data.mul_(times).flatten() for layer in quantized_layers(student).values()]
-    size = float(torch.cat(weights).square().mean().sqrt())
-    assert usual_rates(student) == pytest.approx([share * size for share in SHARES[spec]], rel=0.06)
+    for times in (1.0, 5.0):
+        weights = [layer.weight.data.mul_(times).flatten() for layer in quantized_layers(student).values()]
+        size = float(torch.cat(weights).square().mean().sqrt())
+        assert usual_rates(student) == pytest.approx([share * size for share in SHARES[spec]], rel=0.06)
 
 
 def test_the_usual_rates_are_those_of_the_coarsest_quantiser(sharp_model_dir):
@@ -137,21 +143,21 @@ def test_the_usual_rates_are_those_of_the_coarsest_quantiser(sharp_model_dir):
     assert coarse == mixed and coarse > fine
 
 
-@pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
-def test_the_usual_rates_are_valid_for_any_weights(new_student, value):
+def test_the_usual_rates_are_valid_for_any_weights(new_student):
     student = new_student()
-    for layer in quantized_layers(student).values():
-        layer.weight.data.fill_(value)
-    for rate in usual_rates(student):
-        dataclasses.replace(PLAN, learning_rate=rate)
+    for value in (0.0, math.nan, math.inf):
+        for layer in quantized_layers(student).values():
+            layer.weight.data.fill_(value)
+        for rate in usual_rates(student):
+            dataclasses.replace(PLAN, learning_rate=rate)
 
 
-# -- accumulation -----------------------------------------------------------------------------------------------------
-def test_accumulation_equals_one_large_batch(train):
+# -- updates ----------------------------------------------------------------------------------------------------------
+def test_accumulation_equals_one_large_batch(usual, train):
     """Two micro-batches of two rows equal one of four: same updates, and metrics cover the whole update."""
-    whole, lines = train()
-    parts, accumulated = train(dataclasses.replace(PLAN, batch_size=2, accumulation=2), "parts")
-    for one, other in zip(lines, accumulated):
+    whole, lines = usual
+    parts, accumulated = train(dataclasses.replace(PLAN, batch_size=2, accumulation=2))
+    for one, other in zip(lines, accumulated, strict=True):
         assert other["tokens"] == one["tokens"]
         for figure in ("loss", "kl", "grad_norm"):
             assert other[figure] == pytest.approx(one[figure], rel=1e-3), figure
@@ -159,52 +165,25 @@ def test_accumulation_equals_one_large_batch(train):
         torch.testing.assert_close(p, q, rtol=1e-2, atol=2e-3)
 
 
-def test_the_schedule_counts_updates(train):
-    """The original's cosine schedule counted micro-batches, although it stepped once per update."""
-    rates = [[line["lr"] for line in train(dataclasses.replace(PLAN, accumulation=a), str(a))[1]] for a in (1, 2)]
-    assert rates[0] == rates[1]
-    assert rates[0][:3] == pytest.approx([PLAN.learning_rate * f for f in (1 / 3, 2 / 3, 1)])
-    assert rates[0][3:] == sorted(rates[0][3:], reverse=True) and rates[0][-1] < 0.5 * PLAN.learning_rate
-
-
-def test_the_logged_rate_is_the_one_in_use(new_student, data, make_session):
-    class Watching(TorchBackend):
-        rates = ()
-
-        def update(self, optimizer, *rest):
-            self.rates += (tuple(group["lr"] for group in optimizer.param_groups),)
-            return super().update(optimizer, *rest)
-
-    backend = Watching("cpu", "fp32")
-    session = make_session("run", backend)
-    plan = dataclasses.replace(PLAN, scale_learning_rate=PLAN.learning_rate / 4)
-    train_qat(new_student(), data[0], plan, session, lambda step, model: {})
-    logged = [line["lr"] for line in session.run.metrics() if "loss" in line]
-    assert [rates[0] for rates in backend.rates] == pytest.approx(logged)
-    assert [rates[1] for rates in backend.rates] == pytest.approx([rate / 4 for rate in logged])
-
-
-# -- one update -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_gradients_are_reduced_once_per_update(train, accumulation):
-    """The original reduced them itself and then again inside xm.optimizer_step."""
-    backend = Counting()
-    train(dataclasses.replace(PLAN, batch_size=2, accumulation=accumulation), backend=backend)
+def test_an_update_reduces_once_then_clips_at_the_logged_rate(train, usual, accumulation):
+    """The original reduced gradients again inside xm.optimizer_step, and its schedule counted micro-batches."""
+    backend, plan = Counting(), dataclasses.replace(PLAN, scale_learning_rate=1e-3, accumulation=accumulation)
+    _, lines = train(dataclasses.replace(plan, clip_grad_norm=0.1), backend=backend)
     assert backend.calls == ["reduce", "step"] * PLAN.steps
+    assert backend.norms == pytest.approx([0.1] * PLAN.steps, rel=1e-3)
+    if accumulation == 1:
+        assert lines[0]["grad_norm"] == pytest.approx(1.5 * usual[1][0]["grad_norm"]), "reduced, not yet clipped"
+    rates = [line["lr"] for line in lines]
+    assert rates[:3] == pytest.approx([PLAN.learning_rate * f for f in (1 / 3, 2 / 3, 1)])
+    assert rates[3:] == sorted(rates[3:], reverse=True) and rates[-1] < 0.5 * PLAN.learning_rate
+    assert backend.rates == [pytest.approx([rate, rate / 4]) for rate in rates]
 
 
-def test_clipping_comes_after_the_reduction(train):
-    clipped, free = Counting(), Counting()
-    _, lines = train(dataclasses.replace(PLAN, clip_grad_norm=0.1), backend=clipped)
-    _, unclipped = train(dataclasses.replace(PLAN, clip_grad_norm=0.0), "free", backend=free)
-    assert clipped.norms == pytest.approx([0.1] * PLAN.steps, rel=1e-3)
-    assert lines[0]["grad_norm"] == pytest.approx(unclipped[0]["grad_norm"]), "logged before clipping"
-    assert [line["grad_norm"] for line in unclipped] == pytest.approx(free.norms, rel=1e-4)
-
-
-def test_a_small_gradient_is_not_clipped(train):
+@pytest.mark.parametrize("limit", [0.0, 1e3])
+def test_a_small_gradient_is_not_clipped_and_none_is_without_a_limit(train, limit):
     backend = Counting()
-    _, lines = train(dataclasses.replace(PLAN, clip_grad_norm=1e3), backend=backend)
+    _, lines = train(dataclasses.replace(PLAN, clip_grad_norm=limit, steps=2), backend=backend)
     assert backend.norms == pytest.approx([line["grad_norm"] for line in lines], rel=1e-4)
 
 

@@ -35,6 +35,10 @@ def values_of(student):
     return {name: p.detach().clone() for name, p in student.named_parameters()}
 
 
+def same(one: dict, other: dict) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
 def codes_of(student):
     return {name: layer.quantizer.encode(layer.weight) for name, layer in quantized_layers(student).items()}
 
@@ -74,52 +78,30 @@ def test_the_average_equals_one_computed_by_hand():
         assert average.weight.item() == pytest.approx(wanted) and average.bias.item() == 7
 
 
-def test_the_average_is_evaluated_and_does_not_affect_training(new_student, data, make_session, backend):
-    students, measured = {}, {}
-    for name, plan in (("plain", PLAN), ("average", dataclasses.replace(PLAN, ema=0.5))):
-        students[name] = new_student()
+def test_the_average_is_evaluated_does_not_affect_training_and_survives_a_resume(
+    new_student, data, make_session, backend, dies_at
+):
+    averaging = dataclasses.replace(PLAN, ema=0.5)
 
-        def evaluate(step, model, name=name):
-            measured[name] = model
-            return {}
+    def train(run, plan=averaging):
+        """(student, values of the model evaluated last, whether that was the student)"""
+        student, measured = new_student(), []
 
-        train_qat(students[name], data[0], plan, make_session(name, backend), evaluate)
-    assert measured["plain"] is students["plain"]
-    average = values_of(measured["average"])
-    for name, value in values_of(students["plain"]).items():
-        assert torch.equal(value, students["average"].get_parameter(name)), name
-    assert not torch.equal(average["model.norm.weight"], students["plain"].model.norm.weight)
-    assert torch.equal(average["model.embed_tokens.weight"], students["plain"].model.embed_tokens.weight)
-
-
-def test_a_resumed_run_keeps_its_average(new_student, data, make_session, backend):
-    plan, measured = dataclasses.replace(PLAN, ema=0.5), {}
-
-    def run(name, run_name, deadly=None):
         def evaluate(step, model):
-            measured[name] = values_of(model)
+            measured[:] = values_of(model), model is student
             return {}
 
-        session = make_session(run_name, backend, save=2)
-        if deadly:
-            record = session.record
+        train_qat(student, data[0], plan, make_session(run, backend, save=2), evaluate)
+        return values_of(student), *measured
 
-            def killing(**values):
-                nonlocal deadly
-                deadly -= 1
-                if not deadly:
-                    raise KeyboardInterrupt
-                record(**values)
-
-            session.record = killing
-        train_qat(new_student(), data[0], plan, session, evaluate)
-
-    run("whole", "whole")
-    with pytest.raises(KeyboardInterrupt):
-        run("killed", "parts", deadly=4)
-    run("resumed", "parts")
-    for name, value in measured["whole"].items():
-        assert torch.equal(value, measured["resumed"][name]), name
+    plain, _, itself = train("plain", PLAN)
+    student, average, _ = train("whole")
+    assert itself and same(student, plain)
+    assert not torch.equal(average["model.norm.weight"], student["model.norm.weight"])
+    assert torch.equal(average["model.embed_tokens.weight"], student["model.embed_tokens.weight"])
+    with dies_at(4):
+        train("parts")
+    assert same(train("parts")[1], average)
 
 
 # -- scales only ------------------------------------------------------------------------------------------------------
@@ -128,11 +110,10 @@ def test_training_only_the_scales_improves_the_student_and_keeps_codes(new_stude
     before, codes = heldout_figures(student, data[1], backend, 4, 8)["heldout_kl"], codes_of(student)
     freeze(student)
     free_scales(student.requires_grad_(False))
-    plan = dataclasses.replace(PLAN, steps=60, scale_learning_rate=1e-2)
+    plan = dataclasses.replace(PLAN, steps=40, scale_learning_rate=1e-2)
     train_qat(student, data[0], plan, make_session("run", backend), no_figures, stage="scales")
     assert heldout_figures(student, data[1], backend, 4, 8)["heldout_kl"] < 0.95 * before
-    for name, layer in quantized_layers(student).items():
-        assert torch.equal(layer.quantizer.codes, codes[name])
+    assert same({name: layer.quantizer.codes for name, layer in quantized_layers(student).items()}, codes)
 
 
 @pytest.mark.parametrize("text", ["int2/g32", "balanced2/tensor", "lut2/r4"])
@@ -162,8 +143,7 @@ def test_a_stage_continues_from_a_student_file(new_student, data, tmp_path, shar
     for p in student.parameters():
         p.data.add_(0.1)
     reload_student(tmp_path / "best.pt", student)
-    for name, value in values_of(student).items():
-        assert torch.equal(value, wanted[name]), name
+    assert same(values_of(student), wanted)
     assert not any(p.requires_grad for p in student.parameters())
     batch = {key: value[None] for key, value in data[0][0].items()}
     assert torch.isfinite(kd_loss(student, batch))
