@@ -110,11 +110,8 @@ def exported(folder, name, adapter=None, wanted="auto", merged=False):
 def compare(what, theirs, exact, ours, near=NEAR):
     """Compare their NLL with ours, which has the same rounding; print it with our exact one, too."""
     ratio, plain = math.exp(theirs - ours), math.exp(theirs - exact)
-    print(
-        f"\n{what}: perplexity of llama.cpp {math.exp(theirs):.4f}, here {math.exp(ours):.4f} with rounded inputs "
-        f"(ratio {ratio:.5f}), {math.exp(exact):.4f} without (ratio {plain:.5f})",
-        flush=True,
-    )
+    here = f"{math.exp(ours):.4f} with rounded inputs (ratio {ratio:.5f}), {math.exp(exact):.4f} without ({plain:.5f})"
+    print(f"\n{what}: perplexity of llama.cpp {math.exp(theirs):.4f}, here {here}", flush=True)
     assert abs(ratio - 1) <= near
 
 
@@ -212,23 +209,32 @@ def tiny(full_model_dir):
 def test_logits_of_every_architecture_and_type(tiny, tmp_path, kind, layout, adapted):
     """RMS of the difference in units of the logits' standard deviation; a wrong row order makes it about 1."""
     spec, near = LAYOUTS[layout]
-    name = str(tiny(kind))
+    tokens = torch.arange(3, 67)
+    ours, theirs, alone, kinds = both_logits(str(tiny(kind)), spec, tmp_path, adapted, tokens, layout != "F16")
+    far = distance(theirs, ours, ours)
+    print(f"\n{kind} {layout} adapter {adapted}: {far:.5f}", flush=True)
+    assert kinds == {layout} and far < near
+    assert not adapted or (alone - ours).std() > 0.3 * ours.std()
+
+
+def both_logits(name, spec, tmp_path, adapted, tokens, rounds=False, search=True):
+    """Logits of a student, ours and llama.cpp's, and ours without the adapter; and the types of its export. rounds:
+    round the inputs as llama.cpp does; search: as in `initialise`."""
     model = quantize(load_model(name), spec)
-    initialise(model)
+    initialise(model, search=search)
     save_student(tmp_path / "best.pt", model, name, spec, {})
     adapter = random_adapter(tmp_path / "adapter", name, 0.2) if adapted else None
     folder, kinds = exported(tmp_path, "gguf", adapter)
-    assert kinds == {layout}
     model = load_student(tmp_path / "best.pt")[0]
-    model = model if layout == "F16" else round_inputs(model)
-    tokens = torch.arange(3, 67)
+    model = round_inputs(model) if rounds else model
     alone = logits_of(model, tokens)
     ours = logits_of(load_adapter(model, adapter), tokens) if adapted else alone
     theirs = their_logits(folder, tokens, **({"lora_path": str(folder / ADAPTER_FILE)} if adapted else {}))
-    far = ((theirs - ours).square().mean().sqrt() / ours.std()).item()
-    print(f"\n{kind} {layout} adapter {adapted}: {far:.5f}", flush=True)
-    assert far < near
-    assert not adapted or (alone - ours).std() > 0.3 * ours.std()
+    return ours, theirs, alone, kinds
+
+
+def distance(one, other, scale) -> float:
+    return ((one - other).square().mean().sqrt() / scale.std()).item()
 
 
 LLAMA3 = {
@@ -263,22 +269,14 @@ SETTINGS = {  # the model, and the changes that remove the tested setting
 def test_logits_of_settings(full_model_dir, tmp_path, what, adapted):
     """Rotary scaling, windows, norms and multipliers; without the setting each model gives different logits."""
     config, without = SETTINGS[what]
-    name, spec = str(full_model_dir(AutoModelForCausalLM.from_config(config))), StudentSpec("lut4/g32", "int4/r4")
-    model = quantize(load_model(name), spec)
-    initialise(model, search=False)
-    save_student(tmp_path / "best.pt", model, name, spec, {})
-    adapter = random_adapter(tmp_path / "adapter", name, 0.2) if adapted else None
-    folder, _ = exported(tmp_path, "gguf", adapter)
-    model = load_student(tmp_path / "best.pt")[0]
-    model = load_adapter(model, adapter) if adapted else model
+    name = str(full_model_dir(AutoModelForCausalLM.from_config(config)))
     tokens = torch.randint(3, 512, (100,), generator=torch.Generator().manual_seed(0))
-    ours = logits_of(model, tokens)
-    theirs = their_logits(folder, tokens, **({"lora_path": str(folder / ADAPTER_FILE)} if adapted else {}))
-    far = ((theirs - ours).square().mean().sqrt() / ours.std()).item()
-    other = AutoModelForCausalLM.from_config(type(config)(**config.to_dict() | without)).eval()
-    other.load_state_dict(load_student(tmp_path / "best.pt")[0].state_dict(), strict=False)
+    ours, theirs, _, _ = both_logits(name, StudentSpec("lut4/g32", "int4/r4"), tmp_path, adapted, tokens, search=False)
+    far = distance(theirs, ours, ours)
     if not adapted:
-        off = ((logits_of(other, tokens) - theirs).square().mean().sqrt() / ours.std()).item()
+        other = AutoModelForCausalLM.from_config(type(config)(**config.to_dict() | without)).eval()
+        other.load_state_dict(load_student(tmp_path / "best.pt")[0].state_dict(), strict=False)
+        off = distance(logits_of(other, tokens), theirs, ours)
         print(f"\n{what}: {far:.5f}, without the setting {off:.5f}", flush=True)
         assert off > 5 * far
     assert far < 1e-2

@@ -25,13 +25,11 @@ def theirs(logp, old, reference, advantages, mask, objective, micro_batches):
             return logp, torch.zeros_like(logp), None
 
     trainer = Trainer()
-    alone = SimpleNamespace(
-        num_processes=1,
-        sync_gradients=True,
-        gather=lambda t: t,
-        gather_for_metrics=lambda t: t,
-        reduce=lambda t, reduction: t,
-    )
+
+    def same(tensor, reduction=None):
+        return tensor
+
+    alone = SimpleNamespace(num_processes=1, sync_gradients=True, gather=same, gather_for_metrics=same, reduce=same)
     settings = {
         "aux_loss_enabled": False, "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None, "use_vllm": False,
         "importance_sampling_level": "token", "_entropy_bonus_enabled": False, "use_adaptive_entropy": False,
@@ -105,21 +103,16 @@ def test_sft_labels_loss_and_gradients_equal(rows, together, tiny_model_dir, tin
     from qat_lora.models.loading import load_model
     from qat_lora.train.supervised import packed_loss
 
-    plain = [row | {"chat_template_kwargs": {"enable_thinking": False}} for row in rows]
     settings = SFTConfig(
         output_dir=str(tmp_path), per_device_train_batch_size=len(rows), report_to="none", use_cpu=True, bf16=False,
         gradient_checkpointing=False, shuffle_dataset=False, max_length=None,
     )  # fmt: skip
-    trainer = SFTTrainer(
-        load_model(str(tiny_model_dir)),
-        args=settings,
-        train_dataset=Dataset.from_list(plain),
-        processing_class=tiny_tokenizer,
-    )
+    data = Dataset.from_list([row | {"chat_template_kwargs": {"enable_thinking": False}} for row in rows])
+    model = load_model(str(tiny_model_dir))
+    trainer = SFTTrainer(model, args=settings, train_dataset=data, processing_class=tiny_tokenizer)
     batch = next(iter(trainer.get_train_dataloader()))
-    examples = [
-        encoded(str(n), document, tiny_tokenizer) for n, document in enumerate(documents(rows, tiny_tokenizer, "off"))
-    ]
+    rendered = documents(rows, tiny_tokenizer, "off")
+    examples = [encoded(str(number), document, tiny_tokenizer) for number, document in enumerate(rendered)]
     line_end = tiny_tokenizer("\n")["input_ids"][0]
     learned = []
     for row, labels in enumerate(batch["labels"]):
@@ -129,8 +122,7 @@ def test_sft_labels_loss_and_gradients_equal(rows, together, tiny_model_dir, tin
             batch["labels"][row, last] = -100
             kept = kept[:-1]
         learned.append(kept)
-    by_text = sorted(examples, key=lambda example: example.tokens.tolist())
-    assert sorted(learned) == sorted(example.tokens[example.sections > 0].tolist() for example in by_text)
+    assert sorted(learned) == sorted(example.tokens[example.sections > 0].tolist() for example in examples)
     assert all(kept[-1] == tiny_tokenizer.eos_token_id for kept in learned)
 
     theirs = trainer.model.train()

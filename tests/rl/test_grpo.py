@@ -1,5 +1,6 @@
 """GRPO learns what is rewarded and nothing else, in one batch or in micro-batches, uninterrupted or resumed."""
 
+import copy
 import json
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from loops import learn, train_grpo, train_plain
 from qat_lora.data.packing import Rows, TextDataset
 from qat_lora.models.loading import load_model
 from qat_lora.rl.grpo import GRPOPlan, Part, PromptDataset, judge_all, roll_out
-from qat_lora.rl.objective import Objective
+from qat_lora.rl.objective import REDUCTIONS, Objective
 from qat_lora.rl.policy import Prompts
 from qat_lora.rl.rollout import Completions, Sampling
 from qat_lora.train.loop import Plan
@@ -41,14 +42,38 @@ def prompts():
     return PromptDataset(Prompts.of(TEXTS, 6, 0))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def new_model(sharp_model_dir, backend):
-    def make():
-        model = load_model(str(sharp_model_dir))
-        model.get_input_embeddings().weight.requires_grad_(False)
-        return backend.place(model)
+    """new_model(): a placed copy of the sharp tiny model; its embeddings are not trained."""
+    loaded = load_model(str(sharp_model_dir))
+    loaded.get_input_embeddings().weight.requires_grad_(False)
+    return lambda: backend.place(copy.deepcopy(loaded))
 
-    return make
+
+@pytest.fixture
+def update(new_model, backend):
+    """update(rollouts, plan, reference=None): loss, kl and grad_norm of an update of a new model."""
+
+    def one(rollouts, plan: GRPOPlan, reference=None):
+        model = new_model()
+        groups = [{"params": [p for p in model.parameters() if p.requires_grad], "lr": 1e-3}]
+        figures = learn(model, reference, rollouts, new_optimizer(groups, backend), plan, backend)
+        return {name: float(value) for name, value in figures.items()}
+
+    return one
+
+
+@pytest.fixture
+def rolled(new_model, prompts, backend):
+    """rolled(count, judge, plan): rollouts of the first prompts, as one batch."""
+
+    def roll(count: int, judge, plan: GRPOPlan):
+        backend.seed(3)
+        items = [prompts[i] for i in range(count)]
+        batch = {key: torch.stack([item[key] for item in items]) for key in items[0]}
+        return roll_out(new_model(), [batch], judge, plan, backend)
+
+    return roll
 
 
 @pytest.fixture
@@ -65,23 +90,33 @@ def train(new_model, make_session, prompts, backend):
 
 
 def gain(lines: list[dict]) -> float:
-    return sum(line["share"] for line in lines[-4:]) / 4 - sum(line["share"] for line in lines[:4]) / 4
+    """How much the rewarded share has grown; measured on 96 answers, so its standard error is below 0.05."""
+    return sum(line["share"] for line in lines[-6:]) / 6 - sum(line["share"] for line in lines[:6]) / 6
 
 
 # -- learning --------------------------------------------------------------------------------------------------------
 def test_rewarded_behaviour_is_learned_and_controls_learn_nothing(train):
     steps = {"steps": 40, "learning_rate": 1e-2}
-    assert gain(train("real", **steps)[1]) > 0.3
-    assert gain(train("shuffled", shuffled=True, **steps)[1]) < 0.1
-    assert abs(gain(train("still", steps=40, learning_rate=1e-12)[1])) < 0.1
+    learned, shuffled, still = (
+        gain(train(name, **steps | changes)[1])
+        for name, changes in {"real": {}, "shuffled": {"shuffled": True}, "still": {"learning_rate": 1e-12}}.items()
+    )
+    assert learned > 0.3 and shuffled < 0.15 and abs(still) < 0.15
 
 
 def test_metrics_of_an_update(train):
     _, lines = train(steps=3)
-    wanted = {"reward", "reward_std", "zero_variance", "share", "completion_length", "clipped_ratio", "loss", "kl",
-              "entropy", "grad_norm", "tokens", "lr"}  # fmt: skip
-    assert wanted <= lines[0].keys()
     first = lines[0]
+    assert {
+        "reward",
+        "reward_std",
+        "zero_variance",
+        "share",
+        "clipped_ratio",
+        "loss",
+        "grad_norm",
+        "lr",
+    } <= first.keys()
     assert first["kl"] == pytest.approx(0, abs=1e-6) and 0 < first["entropy"] < 6.24
     assert 1 <= first["completion_length"] <= 6 and first["tokens"] == 2 * (6 + 8 * 6)
     assert lines[2]["kl"] > 1e-6
@@ -90,68 +125,46 @@ def test_metrics_of_an_update(train):
 def test_tied_groups_change_nothing(new_model, make_session, prompts, backend):
     """Not even through the KL to the reference: they are left out, and counted."""
     model, reference, session = new_model(), new_model().requires_grad_(False), make_session("run", backend)
-    before = [p.clone() for p in model.parameters()]
     train_grpo(model, reference, prompts, lambda *_: (0.5, {}), make_plan(steps=2), session)
     for line in [line for line in session.run.metrics() if "loss" in line]:
         assert (line["zero_variance"], line["loss"], line["grad_norm"]) == (1, 0, 0) and "kl" not in line
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters()))
 
 
-@pytest.mark.parametrize("reduction", ["grpo", "bnpo", "dr_grpo", "dapo"])
-def test_masking_a_tied_group_equals_leaving_it_out(new_model, prompts, backend, monkeypatch, reduction):
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_masking_a_tied_group_equals_leaving_it_out(new_model, rolled, update, backend, monkeypatch, reduction):
     """On XLA, where shapes are static, it is masked; elsewhere it is not computed at all."""
-    found = []
+    plan, found, reference = make_plan(batch_size=3, objective=Objective(reduction, beta=0.05)), [], new_model()
+    for p in reference.requires_grad_(False).parameters():
+        p.data.mul_(1.01)
     for static in (False, True):
-        model, reference = new_model(), new_model().requires_grad_(False)
-        for p in reference.parameters():
-            p.data.mul_(1.01)
-        optimizer = new_optimizer([{"params": [p for p in model.parameters() if p.requires_grad], "lr": 1e-3}], backend)
-        plan = make_plan(batch_size=3, objective=Objective(reduction, beta=0.05))
-        backend.seed(3)
         with monkeypatch.context() as patch:
             patch.setattr(backend, "static_shapes", static)
-            batch = stack([prompts[i] for i in range(3)])
-            rollouts = roll_out(model, [batch], lambda n, ids, _: (float(n != 1 and ids[0] < 256), {}), plan, backend)
+            rollouts = rolled(3, lambda n, ids, _: (float(n != 1 and ids[0] < 256), {}), plan)
         assert rollouts.metrics["zero_variance"] == pytest.approx(1 / 3)
         assert [len(part.prompts.tokens) for part in rollouts.parts] == [3 if static else 2]
-        figures = learn(model, reference, rollouts, optimizer, plan, backend)
-        found.append({name: float(value) for name, value in figures.items()})
+        found.append(update(rollouts, plan, reference))
     assert found[0] == pytest.approx(found[1], rel=1e-4) and found[0]["kl"] > 0
 
 
 @pytest.mark.parametrize("reduction", ["grpo", "dr_grpo", "dapo"])
-def test_micro_batches_equal_one_batch(new_model, prompts, backend, reduction):
+def test_micro_batches_equal_one_batch(rolled, update, reduction):
     """Training on the same rollouts as one batch of four prompts and as four batches of one."""
-    found = []
-    for size in (4, 1):
-        model = new_model()
-        optimizer = new_optimizer([{"params": [p for p in model.parameters() if p.requires_grad], "lr": 1e-3}], backend)
-        plan = make_plan(batch_size=size, accumulation=4 // size, objective=Objective(reduction, beta=0.0))
-        backend.seed(3)
-        items = [prompts[i] for i in range(4)]
-        whole = roll_out(model, [stack(items)], judge, make_plan(batch_size=4), backend)
-        rollouts = whole if size == 4 else split(whole)
-        found.append((learn(model, None, rollouts, optimizer, plan, backend), list(model.parameters())))
-    assert found[0][0]["loss"].item() == pytest.approx(found[1][0]["loss"].item(), abs=1e-6)
-    assert found[0][0]["grad_norm"].item() == pytest.approx(found[1][0]["grad_norm"].item(), rel=1e-4)
+    plans = [
+        make_plan(batch_size=size, accumulation=4 // size, objective=Objective(reduction, beta=0.0)) for size in (4, 1)
+    ]
+    whole = rolled(4, judge, plans[0])
+    one, four = (update(rollouts, plan) for rollouts, plan in zip((whole, split(whole)), plans))
+    assert one["loss"] == pytest.approx(four["loss"], abs=1e-6)
+    assert one["grad_norm"] == pytest.approx(four["grad_norm"], rel=1e-4)
 
 
-def test_bnpo_of_micro_batches_is_their_mean(new_model, prompts, backend):
+def test_bnpo_of_micro_batches_is_their_mean(rolled, update):
     """The gradient of the same micro-batch twice equals that of the micro-batch alone."""
-    norms = []
-    for parts in (1, 2):
-        model = new_model()
-        optimizer = new_optimizer([{"params": [p for p in model.parameters() if p.requires_grad], "lr": 1e-3}], backend)
-        plan = make_plan(batch_size=1, accumulation=parts, objective=Objective("bnpo", beta=0.0))
-        backend.seed(3)
-        rollouts = roll_out(model, [stack([prompts[0]])], judge, plan, backend)
-        rollouts = replace(rollouts, parts=rollouts.parts * parts)
-        norms.append(learn(model, None, rollouts, optimizer, plan, backend)["grad_norm"].item())
-    assert norms[1] == pytest.approx(norms[0], rel=1e-5) and norms[0] > 0
-
-
-def stack(items: list[dict]) -> dict:
-    return {key: torch.stack([item[key] for item in items]) for key in items[0]}
+    plans = [make_plan(batch_size=1, accumulation=parts, objective=Objective("bnpo", beta=0.0)) for parts in (1, 2)]
+    once = rolled(1, judge, plans[0])
+    one, two = (update(replace(once, parts=once.parts * plan.accumulation), plan)["grad_norm"] for plan in plans)
+    assert two == pytest.approx(one, rel=1e-5) and one > 0
 
 
 def split(whole):
@@ -168,19 +181,12 @@ def split(whole):
 
 
 def test_the_judge_sees_the_answer_without_its_end_token(backend):
-    tokens = torch.tensor([[[5, 6, END, END], [5, 6, 7, 8]]])
+    tokens, seen = torch.tensor([[[5, 6, END, END], [5, 6, 7, 8]]]), []
     mask = torch.tensor([[[1, 1, 1, 0], [1, 1, 1, 1]]]).bool()
-    seen = []
-
-    def judge(number, ids, ended):
-        seen.append((number, ids, ended))
-        return 0.0, {}
-
     done = Completions(tokens, mask, mask.float(), mask.float(), torch.tensor([[True, False]]))
-    verdicts = judge_all(judge, [4], done, backend)
+    (verdicts,) = judge_all(lambda *judged: seen.append(judged) or (0.0, {}), [4], done, backend)
     assert seen == [(4, [5, 6], True), (4, [5, 6, 7, 8], False)]
-    assert [figures["completion_length"] for _, figures in verdicts[0]] == [3, 4]
-    assert [figures["entropy"] for _, figures in verdicts[0]] == [1, 1]
+    assert [(figures["completion_length"], figures["entropy"]) for _, figures in verdicts] == [(3, 1), (4, 1)]
 
 
 # -- resuming --------------------------------------------------------------------------------------------------------

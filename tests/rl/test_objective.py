@@ -18,8 +18,12 @@ def tensors(seed: int = 0, rows: int = 6, width: int = 5):
     return logp.requires_grad_(), old, reference, advantages, mask
 
 
-def weights_of(mask, reduction):
-    return token_weights(mask, reduction, len(mask), mask.sum(), mask.shape[1])
+def weights_of(mask, reduction, rows=slice(None)):
+    """The weights of some rows of an update."""
+    return token_weights(mask[rows], reduction, len(mask), mask.sum(), mask.shape[1])
+
+
+REDUCTION = pytest.mark.parametrize("reduction", REDUCTIONS)
 
 
 # -- advantages ------------------------------------------------------------------------------------------------------
@@ -45,10 +49,11 @@ def test_scales_of_advantages():
     assert group[0, 1].item() == pytest.approx(group[1, 1].item(), rel=1e-3)
 
 
-@pytest.mark.parametrize("rewards, scale", [(torch.ones(2, 1), "group"), (torch.ones(2, 2), "max")])
-def test_impossible_groups_are_refused(rewards, scale):
-    with pytest.raises(UserError, match=r"1 answer for a prompt|'max' is not one of"):
-        group_advantages(rewards, scale)
+def test_impossible_groups_are_refused():
+    with pytest.raises(UserError, match="1 answer for a prompt"):
+        group_advantages(torch.ones(2, 1))
+    with pytest.raises(UserError, match="'max' is not one of"):
+        group_advantages(torch.ones(2, 2), "max")
 
 
 # -- loss ------------------------------------------------------------------------------------------------------------
@@ -89,7 +94,7 @@ def test_token_weights_by_hand():
     assert token_weights(mask, "dr_grpo", 4, 8, 3).sum().item() == pytest.approx(4 / 12)
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@REDUCTION
 def test_gradient(reduction):
     logp, old, reference, advantages, mask = tensors()
     weights = weights_of(mask, reduction)
@@ -100,7 +105,7 @@ def test_gradient(reduction):
     assert torch.autograd.gradcheck(loss, logp)
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@REDUCTION
 def test_masked_tokens_have_no_effect(reduction):
     logp, old, reference, advantages, mask = tensors()
     mask[2] = 0
@@ -130,13 +135,13 @@ def test_losses_of_micro_batches_add_up(reduction):
     logp, old, reference, advantages, mask = tensors()
     objective, parts = Objective(reduction), []
     for rows in (slice(0, 2), slice(2, 6)):
-        weights = token_weights(mask[rows], reduction, len(mask), mask.sum(), mask.shape[1])
+        weights = weights_of(mask, reduction, rows)
         parts.append(grpo_loss(logp[rows], old[rows], reference[rows], advantages[rows], weights, objective))
     whole = grpo_loss(logp, old, reference, advantages, weights_of(mask, reduction), objective)
     assert sum(parts).item() == pytest.approx(whole.item(), abs=1e-12)
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@REDUCTION
 def test_a_batch_without_target_tokens_has_zero_loss(reduction):
     logp, old, reference, advantages, mask = tensors()
     weights = token_weights(mask * 0, reduction, len(mask), (mask * 0).sum(), mask.shape[1])

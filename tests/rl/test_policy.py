@@ -33,13 +33,10 @@ def plainly(model, texts, drawn, temperature):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probs_and_their_gradient_equal_the_plain_models(model, temperature):
-    drawn = completions()
+    drawn, found, grads = completions(), [], []
     weight = torch.randn(drawn.shape, generator=torch.Generator().manual_seed(2))
-    found, grads = [], []
-    for logp in (
-        log_probs(model, Prompts.of(TEXTS, 8, 0), drawn, temperature),
-        plainly(model, TEXTS, drawn, temperature),
-    ):
+    packed = log_probs(model, Prompts.of(TEXTS, 8, 0), drawn, temperature)
+    for logp in (packed, plainly(model, TEXTS, drawn, temperature)):
         (logp * weight).sum().backward()
         found.append(logp.detach())
         grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
@@ -68,14 +65,9 @@ def test_a_completion_does_not_see_its_neighbours(model):
 
 def test_a_trainable_head_gets_autograds_gradient(model):
     weight = model.get_output_embeddings().weight.requires_grad_(True)
-    prompts, done = Prompts.of(TEXTS, 8, 0), completions()
-    found = []
-    for dense in (False, True):
-        if dense:
-            before = _together(model, prompts, done) @ weight.T
-            logp = before.log_softmax(-1).gather(-1, done.unsqueeze(-1)).squeeze(-1)
-        else:
-            logp = log_probs(model, prompts, done)
+    prompts, done, found = Prompts.of(TEXTS, 8, 0), completions(), []
+    dense = (_together(model, prompts, done) @ weight.T).log_softmax(-1)
+    for logp in (log_probs(model, prompts, done), dense.gather(-1, done.unsqueeze(-1)).squeeze(-1)):
         weight.grad = None
         (logp * torch.linspace(0, 1, logp.numel()).view(logp.shape)).sum().backward()
         found.append((logp.detach(), weight.grad))

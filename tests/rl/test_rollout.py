@@ -41,21 +41,17 @@ def make(kind: str):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_equals_generate_token_for_token(kind, backend):
-    model, length = make(kind), 20
+    model, length, stopped = make(kind), 20, 0
     free = rollout(model, Prompts.of(TEXTS, 9, 0), 1, length, GREEDY, [63], backend)
     ends = [63, int(free.tokens[0, 0, 7]), int(free.tokens[1, 0, 3])]  # tokens that do occur
     got = rollout(model, Prompts.of(TEXTS, 9, 0), 2, length, GREEDY, ends, backend)
-    stopped = 0
+    settings = {"max_new_tokens": length, "do_sample": False, "eos_token_id": ends, "pad_token_id": ends[0]}
     for row, text in enumerate(TEXTS):
-        wanted = model.generate(
-            torch.tensor([text]), max_new_tokens=length, do_sample=False, eos_token_id=ends, pad_token_id=ends[0]
-        )[0, len(text) :].tolist()
-        for copy in range(2):
-            kept = got.tokens[row, copy][got.mask[row, copy]].tolist()
-            assert kept == wanted
-            assert got.ended[row, copy].item() == (wanted[-1] in ends)
-            stopped += wanted[-1] in ends
-            assert set(got.tokens[row, copy, len(wanted) :].tolist()) <= {ends[0]}
+        wanted = model.generate(torch.tensor([text]), **settings)[0, len(text) :].tolist()
+        for tokens, mask, ended in zip(got.tokens[row], got.mask[row], got.ended[row]):
+            assert tokens[mask].tolist() == wanted and ended.item() == (wanted[-1] in ends)
+            assert set(tokens[len(wanted) :].tolist()) <= {ends[0]}
+        stopped += wanted[-1] in ends
     assert stopped
 
 
