@@ -1,15 +1,14 @@
 """The legal fine-tune on the tiny model: files of a run, resuming after a kill, two workers, bad input."""
 
 import json
-import os
 import shutil
-import subprocess
 import sys
-from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 import transformers
+from records import apart, assert_same_files, lines, summary
 from safetensors.torch import load_file
 
 from qat_lora.errors import UserError
@@ -17,39 +16,28 @@ from qat_lora.experiments.legal.rules import generate
 from qat_lora.lora.adapter import load_adapter
 from qat_lora.models.loading import load_model
 from qat_lora.quant.student import load_student
-from qat_lora.run.command_line import parse
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = "--count 60 --length 512 --batch-size 4 --accumulation-steps 2 --epochs 1 --lora-r 4 --eval-every 3 "
 SMALL += "--eval-answers 2 --final-answers 3 --answer-rows 2 --max-new-tokens 6 --save-every 2 --log-every 1 "
 SMALL = (SMALL + "--device cpu --precision fp32").split()
 
 
-@pytest.fixture(scope="module")
-def run(load_script, sharp_model_dir):
-    """run(*flags): main(parse(flags)) for a small run on the sharp tiny model."""
-
-    def main(*flags) -> None:
-        module = load_script("train_cot_sft")
-        argv = ["--model", str(sharp_model_dir), *SMALL, *map(str, flags)]
-        module.main(parse(module.Config, "train_cot_sft", argv))
-
-    return main
+SHORT = "--batch-size 2 --accumulation-steps 1 --epochs 0.1 --eval-every 0 --eval-answers 0 --final-answers 0"
+SHORT = SHORT.split()
+WEIGHTED = ["--section-weights", "answer=2,topic=0.5"]
 
 
 @pytest.fixture(scope="module")
-def trained(run, tmp_path_factory):
+def train(run, sharp_model_dir):
+    """train(*flags): a small run on the sharp tiny model."""
+    return lambda *flags: run("train_cot_sft", "--model", sharp_model_dir, *SMALL, *flags)
+
+
+@pytest.fixture(scope="module")
+def trained(train, tmp_path_factory):
     folder = tmp_path_factory.mktemp("law") / "whole"
-    run("--output-dir", folder, "--section-weights", "answer=2,topic=0.5")
+    train("--output-dir", folder, *WEIGHTED)
     return folder
-
-
-def lines(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def without_time(folder: Path) -> list[dict]:
-    return [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in lines(folder)]
 
 
 def test_the_files_of_a_finished_run(trained):
@@ -57,13 +45,13 @@ def test_the_files_of_a_finished_run(trained):
         "config.yaml", "manifest.json", "metrics.jsonl", "summary.json", "data.json", "authorities.json",
         "baseline_evaluation.json", "final_evaluation.json", "adapter", "model", "checkpoints",
     }  # fmt: skip
-    summary = json.loads((trained / "summary.json").read_text())
-    assert summary["status"] == "finished" and summary["merged_logit_gap"] <= 1e-4
-    assert {"format", "accuracy", "citation_recall", "invented"} <= set(summary["final"])
+    end = summary(trained)
+    assert end["status"] == "finished" and end["merged_logit_gap"] <= 1e-4
+    assert {"format", "accuracy", "citation_recall", "invented"} <= set(end["final"])
     measured = [line for line in lines(trained) if "heldout_nll" in line]
     names = {f"{name}_ppl" for name in ("heldout", "topic", "difficulty", "reasoning", "answer", "citation")}
     assert all(names | {"format", "accuracy", "invented"} <= line.keys() for line in measured)
-    assert measured[-1]["heldout_nll"] < measured[0]["heldout_nll"]
+    assert min(line["heldout_nll"] for line in measured) < measured[0]["heldout_nll"]
     answers = json.loads((trained / "final_evaluation.json").read_text())["answers"]
     data = json.loads((trained / "data.json").read_text())
     assert len(answers) == 3 and {answer["id"] for answer in answers} <= set(data["heldout"])
@@ -82,7 +70,7 @@ def test_the_merged_model_equals_the_base_with_the_adapter(trained, sharp_model_
 
 
 @pytest.mark.parametrize("kind, quantize", [("Mixtral", "none"), ("Qwen3Moe", "int4/tensor")])
-def test_a_mixture_of_experts_is_merged_too(run, full_model_dir, tmp_path, capsys, kind, quantize):
+def test_a_mixture_of_experts_is_merged_too(train, full_model_dir, tmp_path, capsys, kind, quantize):
     """The experts do not change. The check in fp64 works, too, although torch's grouped matrix product rejects fp64."""
     config = getattr(transformers, f"{kind}Config")(
         hidden_size=64, intermediate_size=64, moe_intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -90,64 +78,57 @@ def test_a_mixture_of_experts_is_merged_too(run, full_model_dir, tmp_path, capsy
         max_position_embeddings=1024, bos_token_id=None, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
     base = full_model_dir(transformers.AutoModelForCausalLM.from_config(config))
-    flags = ["--final-answers", 0, "--eval-every", 0, "--eval-answers", 0, "--count", 40, "--quantize", quantize]
-    run("--model", base, "--output-dir", tmp_path / "run", *flags)
+    train("--model", base, "--output-dir", tmp_path / "run", *SHORT, "--quantize", quantize)
     said = capsys.readouterr().out
     assert "adapter: 8 layers (q_proj, k_proj, v_proj, o_proj in each of 2 blocks)" in said
     assert "experts are left as they are\n" in said
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["merged_logit_gap"] <= 1e-4
+    assert summary(tmp_path / "run")["merged_logit_gap"] <= 1e-4
     student = load_student(tmp_path / "run" / "base.pt")[0] if quantize != "none" else load_model(str(base))
     whole = load_model(str(tmp_path / "run" / "model"))
     before, after = student.state_dict(), whole.state_dict()
-    assert all(
-        torch.equal(before[name], value) == ("self_attn" not in name or "norm" in name) for name, value in after.items()
-    )
+    for name, value in after.items():
+        assert torch.equal(before[name], value) == ("self_attn" not in name or "norm" in name), name
 
 
-@pytest.mark.parametrize("at", [4, 5])
-def test_a_killed_run_resumes_to_the_same_end(run, trained, tmp_path, dies_at, at):
-    """Killed at a checkpoint and right after one: losses, figures and weights are equal bit for bit."""
-    flags = ["--output-dir", tmp_path / "run", "--section-weights", "answer=2,topic=0.5"]
-    with dies_at(at):
-        run(*flags)
-    torch.manual_seed(7)
-    run(*flags, "--resume", "auto")
-    assert without_time(tmp_path / "run") == without_time(trained)
-    for file in ("model/model.safetensors", "adapter/adapter_model.safetensors", "final_evaluation.json"):
-        assert (tmp_path / "run" / file).read_bytes() == (trained / file).read_bytes(), file
+def test_a_run_killed_twice_resumes_to_the_same_end(train, trained, tmp_path, dies_at):
+    """Killed before a checkpoint and right after one: losses, figures and weights are equal bit for bit."""
+    flags = ["--output-dir", tmp_path / "run", *WEIGHTED, "--resume", "auto"]
+    for update in (4, 3):  # the second is the fifth of the run, which resumed after its second
+        with dies_at(update):
+            train(*flags)
+        torch.manual_seed(7)
+    train(*flags)
+    assert lines(tmp_path / "run") == lines(trained)
+    files = ("model/model.safetensors", "adapter/adapter_model.safetensors", "final_evaluation.json")
+    assert_same_files(tmp_path / "run", trained, *files)
     assert len(list((tmp_path / "run" / "checkpoints").glob("step_*"))) == 2
 
 
-def test_resuming_on_a_base_with_other_weights_is_refused(run, trained, sharp_model_dir, tiny_model_dir, tmp_path):
+@pytest.fixture
+def unfinished(trained, tmp_path):
+    """A copy of `trained` without its summary."""
+    folder = shutil.copytree(trained, tmp_path / "run")
+    (folder / "summary.json").unlink()
+    return folder
+
+
+def test_resuming_on_a_base_with_other_weights_is_refused(train, unfinished, sharp_model_dir, tiny_model_dir, tmp_path):
     shutil.copytree(sharp_model_dir, tmp_path / "base")
-    flags = ["--model", tmp_path / "base", "--output-dir", tmp_path / "run", "--eval-answers", 0, "--final-answers", 0]
-    run(*flags)
-    (tmp_path / "run" / "summary.json").unlink()
     shutil.copy(tiny_model_dir / "model.safetensors", tmp_path / "base" / "model.safetensors")
     with pytest.raises(UserError, match="run of another config: base is"):
-        run(*flags, "--resume", "auto")
+        train("--model", tmp_path / "base", "--output-dir", unfinished, *WEIGHTED, "--resume", "auto")
 
 
-def test_files_that_a_killed_process_left_incomplete_are_written_again(run, trained, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(trained, folder)
-    (folder / "summary.json").unlink()
-    (folder / "model" / "model.safetensors").write_text("x")
-    flags = ["--output-dir", folder, "--section-weights", "answer=2,topic=0.5", "--resume", "auto"]
-    run(*flags)
-    whole = "model/model.safetensors"
-    assert (folder / whole).read_bytes() == (trained / whole).read_bytes()
-    (folder / "summary.json").unlink()
-    for stage in ("baseline", "final"):
-        (folder / f"{stage}_evaluation.json").write_text("{}")
-    run(*flags)
-    for stage in ("baseline", "final"):
-        name = f"{stage}_evaluation.json"
-        assert (folder / name).read_bytes() == (trained / name).read_bytes()
+def test_files_that_a_killed_process_left_incomplete_are_written_again(train, trained, unfinished):
+    names = ("model/model.safetensors", "baseline_evaluation.json", "final_evaluation.json")
+    for name in names:
+        (unfinished / name).write_text("{}")
+    train("--output-dir", unfinished, *WEIGHTED, "--resume", "auto")
+    assert_same_files(unfinished, trained, *names)
 
 
-def test_full_training_trains_every_parameter(run, sharp_model_dir, tmp_path):
-    run("--output-dir", tmp_path / "run", "--method", "full", "--final-answers", 0, "--eval-answers", 0, "--keep", 1)
+def test_full_training_trains_every_parameter(train, sharp_model_dir, tmp_path):
+    train("--output-dir", tmp_path / "run", "--method", "full", *SHORT, "--save-every", 1, "--keep", 1)
     before = load_file(sharp_model_dir / "model.safetensors")
     after = load_file(tmp_path / "run" / "model" / "model.safetensors")
     assert before.keys() == after.keys() and not any(torch.equal(before[name], after[name]) for name in before)
@@ -155,9 +136,9 @@ def test_full_training_trains_every_parameter(run, sharp_model_dir, tmp_path):
     assert len(list((tmp_path / "run" / "checkpoints").glob("step_*"))) == 1
 
 
-def test_a_quantised_base_is_kept_and_its_adapter_is_bound_to_it(run, load_script, tmp_path, capsys):
+def test_a_quantised_base_is_kept_and_its_adapter_is_bound_to_it(train, tmp_path):
     folder = tmp_path / "run"
-    run("--output-dir", folder, "--quantize", "int4/g32", "--method", "rslora", "--final-answers", 0)
+    train("--output-dir", folder, "--quantize", "int4/g32", "--method", "rslora", *SHORT)
     student, made = load_student(folder / "base.pt")
     assert made["spec"]["mlp"] == made["spec"]["attn"] == "int4/g32"
     adapted = load_adapter(student, folder / "adapter", folder / "base.pt")
@@ -165,36 +146,25 @@ def test_a_quantised_base_is_kept_and_its_adapter_is_bound_to_it(run, load_scrip
     assert scaling == 64 / 4**0.5, "rsLoRA"
     with pytest.raises(UserError, match="a quantised student"):
         load_adapter(load_model(str(folder / "model")), folder / "adapter")
-    module = load_script("run_legal_assistant")
-    capsys.readouterr()
-    module.main(
-        parse(
-            module.Config, "run_legal_assistant", ["--run", str(folder), "--question", "Until when?", "--device", "cpu"]
-        )
-    )
-    assert f"+ {folder / 'adapter'}" in capsys.readouterr().out
-    assert module.from_run(module.Config(run=str(folder))).max_new_tokens == 6, "as in its evaluation"
-    assert module.from_run(module.Config(run=str(folder), max_new_tokens=3)).max_new_tokens == 3
 
 
-def test_a_file_with_the_same_columns_works_like_generated_data(run, tmp_path, trained):
+def test_a_file_with_the_same_columns_works_like_generated_data(train, tmp_path, trained):
     rows = list(generate(60, 0))
     rows[7] = rows[7] | {"question": rows[3]["question"]}  # a duplicate
     rows[9] = rows[9] | {"reasoning": "Step 1: " + "and so on " * 600}  # too long
     file = tmp_path / "law.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run("--dataset", file, "--output-dir", tmp_path / "run", "--final-answers", 0, "--eval-answers", 0)
+    train("--dataset", file, "--output-dir", tmp_path / "run", *SHORT)
     left_out = json.loads((tmp_path / "run" / "data.json").read_text())["left_out"]
     assert left_out["the same question as an earlier row"] == ["law-000008"]
     ((reason, long),) = [found for found in left_out.items() if found[0].startswith("longer than 512 tokens")]
     assert "law-000010" in long and int(reason.rpartition(" ")[2]) > 1800
-    same = json.loads((tmp_path / "run" / "authorities.json").read_text())
-    assert same == json.loads((trained / "authorities.json").read_text())
+    assert_same_files(tmp_path / "run", trained, "authorities.json")
 
 
-def test_a_dry_run_with_a_quantised_base_loads_no_model(run, tmp_path, monkeypatch, capsys):
+def test_a_dry_run_with_a_quantised_base_loads_no_model(train, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("qat_lora.quant.student.load_model", None)
-    run("--output-dir", tmp_path / "run", "--quantize", "int4/g32", "--dry-run")
+    train("--output-dir", tmp_path / "run", "--quantize", "int4/g32", "--dry-run")
     said = capsys.readouterr().out
     assert said.count("\nmemory of a worker") == 1 and " total " in said
     assert not (tmp_path / "run").exists()
@@ -206,43 +176,28 @@ def test_without_a_hub_a_wrong_dataset_error_names_generated(refusal, sharp_mode
     assert said.endswith('; use "generated" or a local .jsonl or .parquet file\n')
 
 
-def test_two_workers_equal_one(sharp_model_dir, tmp_path):
+def test_two_workers_equal_one(train, forks, sharp_model_dir, tmp_path):
     """Losses, held-out figures, answers and weights are equal at the same number of rows per update."""
-    flags = ["--model", sharp_model_dir, *SMALL, "--lora-dropout", 0]
-    for name, more in (("one", []), ("two", ["--num-chips", 2, "--accumulation-steps", 1])):
-        command = [sys.executable, ROOT / "scripts/train_cot_sft.py", *flags, *more, "--output-dir", tmp_path / name]
-        done = subprocess.run(
-            list(map(str, command)), env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
-    one, two = without_time(tmp_path / "one"), without_time(tmp_path / "two")
+    train("--lora-dropout", 0, "--output-dir", tmp_path / "one")
+    two = ["--lora-dropout", 0, "--accumulation-steps", 1, "--output-dir", tmp_path / "two"]
+    forks.pair("train_cot_sft", "--model", sharp_model_dir, *SMALL, *two)
+    one, two = lines(tmp_path / "one"), lines(tmp_path / "two")
     assert len(one) == len(two) > 6
     for a, b in zip(one, two):
-        assert a.keys() == b.keys()
-        assert [v for v in a.values() if v != "sft"] == pytest.approx([v for v in b.values() if v != "sft"], rel=1e-4)
-    said = [json.loads((tmp_path / name / "final_evaluation.json").read_text()) for name in ("one", "two")]
-    assert said[0] == said[1]
-    weights = [load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("one", "two")]
-    assert max((weights[0][name] - weights[1][name]).abs().max() for name in weights[0]) <= 1e-5
+        assert a.pop("stage") == b.pop("stage") and a == pytest.approx(b, rel=1e-4)
+    assert_same_files(tmp_path / "one", tmp_path / "two", "final_evaluation.json")
+    assert apart(*(tmp_path / name / "adapter" / "adapter_model.safetensors" for name in ("one", "two"))) <= 1e-6
 
 
-def test_wandb_names_the_project(run, tmp_path, monkeypatch):
+def test_wandb_names_the_project(train, tmp_path, monkeypatch):
     """--wandb PROJECT, which is older than --report-to, means --report-to wandb."""
-    sent = []
-
-    class Wandb:
-        @classmethod
-        def init(cls, **settings):
-            assert settings["project"] == "law"
-            return cls
-
-        @staticmethod
-        def log(values, step):
-            sent.append({"step": step, **values})
-
-    monkeypatch.setitem(sys.modules, "wandb", Wandb)
-    run("--output-dir", tmp_path / "run", "--final-answers", 0, "--eval-answers", 0, "--wandb", "law")
-    assert sent == lines(tmp_path / "run")
+    wandb = Mock()
+    wandb.init.return_value = wandb
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    train("--output-dir", tmp_path / "run", *SHORT, "--wandb", "law")
+    assert wandb.init.call_args.kwargs["project"] == "law"
+    sent = [{"step": call.kwargs["step"], **call.args[0]} for call in wandb.log.call_args_list]
+    assert sent == [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -250,17 +205,17 @@ def test_wandb_names_the_project(run, tmp_path, monkeypatch):
     [
         ("--method qlora", "'qlora' is not one of lora, rslora, full"), ("--lora-r 0", "--lora-r 0 must be at least 1"),
         ("--lora-dropout 1", "--lora-dropout 1.0 must be at least 0 and below 1"),
-        ("--quantize int4/g32 --method full", "freezes the base"),
-        ("--quantize int9", "int9"), ("--section-weights verdict=2", "'verdict=2' is not NAME=WEIGHT"),
+        ("--quantize int4/g32 --method full", "freezes the base"), ("--quantize int9", "int9"),
+        ("--section-weights verdict=2", "'verdict=2' is not NAME=WEIGHT"),
         ("--section-weights answer=-1", "'answer=-1'"), ("--section-weights answer=1e39", "'answer=1e39'"),
         ("--accumulation-steps 100", "an update of 400 rows"), ("--dataset-split test", "--dataset-split test needs"),
-         ("--epochs 0", "--epochs 0"),
-        ("--length 100", "no example fits"), ("--length 513", "exceeds the 512 positions"),
+        ("--epochs 0", "--epochs 0"), ("--length 100", "no example fits"),
+        ("--length 513", "exceeds the 512 positions"),
         ("--max-new-tokens 300", "--max-prompt-length and --max-new-tokens"),
         ("--max-prompt-length 20", "no held-out question fits --max-prompt-length 20"),
-        ("--batch-size 500", "an update of 1000 rows"), ("--batch-size 0", "--batch-size 0 must"),
-        ("--accumulation-steps 0", "--accumulation-steps 0"), ("--heldout-fraction 0", "--heldout-fraction 0"),
-        ("--count 0", "--count 0"), ("--dataset none.jsonl", "none.jsonl: no such file"), ("--keep 0", "--keep 0"),
+        ("--batch-size 0", "--batch-size 0 must"), ("--accumulation-steps 0", "--accumulation-steps 0"),
+        ("--heldout-fraction 0", "--heldout-fraction 0"), ("--count 0", "--count 0"),
+        ("--dataset none.jsonl", "none.jsonl: no such file"), ("--keep 0", "--keep 0"),
         ("--answer-rows 0", "--answer-rows 0"), ("--weight-decay -1", "--weight-decay -1"),
         ("--lora-alpha 0", "alpha 0"), ("--lora-alpha 1e30", "alpha 1e+30"),
         ("--weight-decay 1e30", "--weight-decay 1e+30 must be from 0 to 1,000"),

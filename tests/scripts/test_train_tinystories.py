@@ -154,14 +154,15 @@ def test_the_tpu_check_passes_and_can_fail(load_script, monkeypatch, capsys):
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------
-READS = ("--batch-size 999", "--epochs 999999999", "--dataset", "--tokenizer bpe")
+READS = ("--dataset", "--tokenizer", "--heldout-fraction", "--max-stories")  # options of the text
+READS += ("--batch-size 999", "--epochs 999999999", "--block-size 5000")  # that depend on its size
 
 
 @pytest.mark.parametrize(
     "flags, part",
     [
-        ("--block-size 5000", "--block-size 5000"), ("--block-size 0", "--length 0 must be at least 1"),
-        ("--spectral-radius 0", "--spectral-radius 0.0"),
+        ("--block-size 5000", "--block-size 5000"), ("--block-size 99999", "65536 steps of a scan"),
+        ("--block-size 0", "--length 0 must be at least 1"), ("--spectral-radius 0", "--spectral-radius 0.0"),
         ("--density 0", "--density 0.0 must be above 0 and at most 1"), ("--density 1.5", "--density 1.5"),
         ("--tokenizer words", "--tokenizer 'words' is not one of"), ("--reservoirs diagonal", "is not KIND:UNITS"),
         ("--reservoirs loop:8", "'loop' is not one of"), ("--leak-min 0", "--leak-min 0.0 and --leak-max 1.0"),
