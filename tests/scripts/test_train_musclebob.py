@@ -1,12 +1,15 @@
 """The musclebob experiment on the tiny model: files of a run, resuming after a kill, the scripts that read a run."""
 
+import contextlib
 import io
+import itertools
 import json
 import shutil
 import sys
 
 import pytest
 import torch
+from records import assert_same_files, lines, summary
 from safetensors.torch import load_file
 
 from qat_lora.backend import detect
@@ -19,31 +22,16 @@ SMALL = (SMALL + "--device cpu --precision fp32").split()
 
 
 @pytest.fixture(scope="module")
-def run(load_script, sharp_model_dir):
-    """run(script, *flags): main(parse(flags)); training is a small run on the sharp tiny model."""
-
-    def main(name: str, *flags) -> None:
-        module, flags = load_script(name), list(map(str, flags))
-        if name == "train_musclebob_improved":
-            flags = ["--model", str(sharp_model_dir), *SMALL, *flags]
-        module.main(parse(module.Config, name, flags))
-
-    return main
+def train(run, sharp_model_dir):
+    """train(*flags): a small run on the sharp tiny model."""
+    return lambda *flags: run("train_musclebob_improved", "--model", sharp_model_dir, *SMALL, *flags)
 
 
 @pytest.fixture(scope="module")
-def trained(run, tmp_path_factory):
+def trained(train, tmp_path_factory):
     folder = tmp_path_factory.mktemp("musclebob") / "whole"
-    run("train_musclebob_improved", "--output-dir", folder)
+    train("--output-dir", folder)
     return folder
-
-
-def lines(folder) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def updates(folder) -> list[dict]:
-    return [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in lines(folder) if "loss" in line]
 
 
 def test_the_files_of_a_finished_run(trained):
@@ -53,7 +41,7 @@ def test_the_files_of_a_finished_run(trained):
         "baseline_validation.json", "post_sft_validation.json", "final_validation.json", "transcripts.md", "model",
     }  # fmt: skip
     assert (trained / "plots" / "training.png").read_bytes()[:4] == b"\x89PNG"
-    assert json.loads((trained / "summary.json").read_text())["status"] == "finished"
+    assert summary(trained)["status"] == "finished"
     history = json.loads((trained / "reward_history.json").read_text())
     assert [entry["step"] for entry in history] == [3, 4, 5, 6], "two updates of SFT, then four of GRPO"
     wanted = {"step", "mean_reward", "reward_std", "loss", "grad_norm", "kl", "completion_length", "clipped_ratio"}
@@ -72,33 +60,52 @@ def test_embedding_and_head_are_frozen_and_the_rest_is_trained(trained, sharp_mo
     assert "model.embed_tokens.weight" not in changed and len(changed) > 15
 
 
-@pytest.mark.parametrize("name, at", [("text_loss", 2), ("roll_out", 2), ("roll_out", 3)])
-def test_a_killed_run_resumes_to_the_same_end(run, load_script, trained, tmp_path, monkeypatch, name, at):
-    """Killed in the update after a checkpoint, in either stage: the history is complete and SFT is not repeated."""
-    module, calls = load_script("train_musclebob_improved"), iter(range(1, 100))
-    function = getattr(module, name)
+@pytest.fixture
+def dies_in(load_script, monkeypatch):
+    """with dies_in(name, at): the script's function of that name is interrupted in its at-th call."""
+    module = load_script("train_musclebob_improved")
 
-    def deadly(*args, **kwargs):
-        if next(calls) == at:
-            raise KeyboardInterrupt
-        return function(*args, **kwargs)
+    @contextlib.contextmanager
+    def dying(name: str, at: int):
+        function, calls = getattr(module, name), itertools.count(1)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(module, name, deadly)
-        run("train_musclebob_improved", "--output-dir", tmp_path)
-    torch.manual_seed(7)
-    if name == "roll_out":
-        monkeypatch.setattr(module, "text_loss", lambda *args: pytest.fail("SFT is repeated"))
-    run("train_musclebob_improved", "--output-dir", tmp_path, "--resume-from-checkpoint", "auto")
-    assert updates(tmp_path) == updates(trained)
-    for file in ("reward_history.json", "baseline_validation.json", "final_validation.json", "transcripts.md"):
-        assert (tmp_path / file).read_text() == (trained / file).read_text(), file
-    weights = "model/model.safetensors"
-    assert (tmp_path / weights).read_bytes() == (trained / weights).read_bytes()
+        def deadly(*args, **kwargs):
+            if next(calls) == at:
+                raise KeyboardInterrupt
+            return function(*args, **kwargs)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(module, name, deadly)
+            yield
+
+    return dying
 
 
-def test_a_run_of_sft_only(run, tmp_path):
-    run("train_musclebob_improved", "--sft-only", "--output-dir", tmp_path)
+def test_a_run_killed_in_either_stage_resumes_to_the_same_end(
+    train, load_script, trained, tmp_path, dies_in, monkeypatch
+):
+    """The history is complete and SFT is not repeated."""
+    flags = ["--output-dir", tmp_path, "--resume-from-checkpoint", "auto"]
+    for name, at in (("text_loss", 2), ("roll_out", 2), ("roll_out", 3)):
+        with dies_in(name, at):
+            train(*flags)
+        torch.manual_seed(7)
+        if name == "roll_out":
+            module = load_script("train_musclebob_improved")
+            monkeypatch.setattr(module, "text_loss", lambda *args: pytest.fail("SFT is repeated"))
+    train(*flags)
+    assert [line for line in lines(tmp_path) if "loss" in line] == [line for line in lines(trained) if "loss" in line]
+    files = ("reward_history.json", "baseline_validation.json", "final_validation.json", "transcripts.md")
+    assert_same_files(tmp_path, trained, *files, "model/model.safetensors")
+
+
+def test_a_run_of_sft_only_trains_in_training_mode(train, load_script, tmp_path, monkeypatch):
+    """Although a validation in evaluation mode comes before the first update."""
+    modes, module = [], load_script("train_musclebob_improved")
+    loss = module.text_loss
+    monkeypatch.setattr(module, "text_loss", lambda model, batch: modes.append(model.training) or loss(model, batch))
+    train("--sft-only", "--output-dir", tmp_path)
+    assert modes == [True, True]
     assert {line["stage"] for line in lines(tmp_path)} == {"sft"} and (tmp_path / "model").is_dir()
     assert json.loads((tmp_path / "reward_history.json").read_text()) == []
 
@@ -114,32 +121,14 @@ def test_device_type_follows_the_hardware(load_script, monkeypatch, chips, gpus,
     assert load_script("train_musclebob_improved").detect_device_type() == wanted
 
 
-def test_sft_is_trained_in_training_mode(run, load_script, tmp_path, monkeypatch):
-    """Although a validation in evaluation mode comes before the first update."""
-    modes, module = [], load_script("train_musclebob_improved")
-    loss = module.text_loss
-    monkeypatch.setattr(module, "text_loss", lambda model, batch: modes.append(model.training) or loss(model, batch))
-    run("train_musclebob_improved", "--sft-only", "--output-dir", tmp_path)
-    assert modes == [True, True]
-
-
-def test_resuming_with_another_update_size_is_refused(run, trained):
+def test_resuming_with_another_update_size_is_refused(train, trained):
     with pytest.raises(UserError, match="prompts_per_update"):
-        run("train_musclebob_improved", "--output-dir", trained, "--resume", trained, "--accumulation-steps", 2)
+        train("--output-dir", trained, "--resume", trained, "--accumulation-steps", 2)
 
 
-def test_the_files_that_grpo_starts_from_are_restored_or_the_resume_is_refused(run, load_script, tmp_path, monkeypatch):
-    module, calls = load_script("train_musclebob_improved"), iter(range(1, 100))
-    function = module.roll_out
-
-    def deadly(*args):
-        if next(calls) == 3:
-            raise KeyboardInterrupt
-        return function(*args)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(module, "roll_out", deadly)
-        run("train_musclebob_improved", "--output-dir", tmp_path)
+def test_the_files_that_grpo_starts_from_are_restored_or_the_resume_is_refused(train, tmp_path, dies_in):
+    with dies_in("roll_out", 3):
+        train("--output-dir", tmp_path)
     assert len(json.loads((tmp_path / "reward_history.json").read_text())) == 2, "kept when a run is stopped"
     copies, warmed = tmp_path / "checkpoints" / "files", tmp_path / "sft_model" / "model.safetensors"
     good = {file: file.read_bytes() for file in (tmp_path / "baseline_validation.json", warmed)}
@@ -147,29 +136,18 @@ def test_the_files_that_grpo_starts_from_are_restored_or_the_resume_is_refused(r
     shutil.rmtree(copies)
     warmed.write_text("{}")
     with pytest.raises(UserError, match=r"sft_model/model\.safetensors has changed since step"):
-        run("train_musclebob_improved", "--output-dir", tmp_path, "--resume", "auto")
+        train("--output-dir", tmp_path, "--resume", "auto")
     (tmp_path / "aside").rename(copies)
     shutil.rmtree(tmp_path / "sft_model")
     (tmp_path / "baseline_validation.json").write_text("{}")
-    run("train_musclebob_improved", "--output-dir", tmp_path, "--resume", "auto")
+    train("--output-dir", tmp_path, "--resume", "auto")
     assert {file: file.read_bytes() for file in good} == good
 
 
 def test_quick_shortens_the_run(load_script):
     module = load_script("train_musclebob_improved")
-    flags = [
-        "--quick",
-        "--epochs",
-        "3",
-        "--batch-size",
-        "16",
-        "--accumulation-steps",
-        "2",
-        "--sft",
-        "--sft-batch-size",
-        "64",
-    ]
-    cfg = module.shortened(parse(module.Config, "train_musclebob_improved", flags))
+    flags = "--quick --epochs 3 --batch-size 16 --accumulation-steps 2 --sft --sft-batch-size 64"
+    cfg = module.shortened(parse(module.Config, "train_musclebob_improved", flags.split()))
     module.check(cfg)
     assert (cfg.num_samples, cfg.epochs, cfg.sft_batch_size, cfg.validation_samples) == (32, 1, 32, 1)
 
@@ -209,6 +187,7 @@ def test_the_scripts_that_read_a_run(run, trained, capsys, monkeypatch, tmp_path
         ("--fewshot-ratio 2", "--fewshot-ratio 2.0 must be from 0 to 1"),
         ("--beta -1", "--beta -1.0 must be from 0 to 1,000,000"),
         ("--max-completion-length 500", "exceeds the 512 positions"),
+        ("--resume-from-checkpoint absent", "--resume absent: no run there"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused(refusal, sharp_model_dir, tmp_path, flags, part):
@@ -217,17 +196,9 @@ def test_bad_input_is_refused(refusal, sharp_model_dir, tmp_path, flags, part):
     assert not (tmp_path / "run").exists()
 
 
-def test_an_unknown_resume_path_is_refused(run):
-    with pytest.raises(UserError, match="--resume absent: no run there"):
-        run("train_musclebob_improved", "--resume-from-checkpoint", "absent")
-
-
-def test_a_model_without_chat_template_is_refused(refusal, sharp_model_dir, tiny_tokenizer, tmp_path):
-    from qat_lora.models.loading import load_model
-
-    load_model(str(sharp_model_dir)).save_pretrained(tmp_path / "bare")
-    plain = tiny_tokenizer.__class__(tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<|im_end|>")
-    plain.save_pretrained(tmp_path / "bare")
+def test_a_model_without_chat_template_is_refused(refusal, sharp_model_dir, tmp_path):
+    shutil.copytree(sharp_model_dir, tmp_path / "bare")
+    (tmp_path / "bare" / "chat_template.jinja").unlink()
     assert "no chat template" in refusal("train_musclebob_improved", "--model", tmp_path / "bare", *SMALL)
 
 
@@ -275,15 +246,12 @@ HEALTHY = {"baseline": made_up(0.0), "post_sft": made_up(0.4), "final": made_up(
         (HEALTHY | {"final": made_up(0.4)}, {"reward": (0, 0.5)}, ["not learned", "reward hacking: the reward rose"]),
         (HEALTHY, {"clipped_ratio": (0, 1)}, ["learned", "no termination: 94%"]),
         (HEALTHY, {"entropy": (1, 0.1)}, ["learned", "collapse: entropy fell"]),
-        (
-            HEALTHY | {"final": made_up(0.4)},
-            {"zero_variance": (1, 1), "target_rate": (0, 0)},
-            ["not learned", "starved: in 100%"],
-        ),
+        (HEALTHY | {"final": made_up(0.4)}, {"zero_variance": (1, 1), "target_rate": (0, 0)},
+         ["not learned", "starved: in 100%"]),
         (HEALTHY, {"zero_variance": (1, 1), "target_rate": (1, 1)}, ["learned", "nothing left to learn: 100%"]),
         ({"baseline": made_up(0.0)}, {"reward": (0, 0.5), "zero_variance": (1, 1)}, ["not finished"]),
     ],
-)
+)  # fmt: skip
 def test_verdicts(load_script, stages, ends, wanted):
     said = load_script("analyze_training").verdict(stages, updates_with(**ends))[len(stages) :]
     assert len(said) == len(wanted) and all(line.startswith(part) for line, part in zip(said, wanted)), said
