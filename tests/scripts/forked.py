@@ -74,17 +74,16 @@ class Forks:
         expect = -signal.SIGKILL if death and death[2] == signal.SIGKILL else expect
         return self._end(*self._start(script, flags, death, {}), expect)
 
-    def pair(self, script: str, *flags, expect: int = 0, second: tuple | None = None) -> list[str]:
-        """The outputs of two workers, found by the variables that torchrun sets. second: the other worker's flags, if
-        they differ."""
-        place = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2",
-        }
-        each = [(0, flags), (1, flags if second is None else second)]
-        started = [self._start(script, own, None, place | {"RANK": str(r), "LOCAL_RANK": str(r)}) for r, own in each]
+    def pair(self, script: str, *flags, expect: int = 0, second: tuple = (), death: tuple | None = None) -> list[str]:
+        """The outputs of two workers, which the variables that torchrun sets bring together. second: more flags for
+        worker 1; death: of worker 1, as in `execute`."""
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        place |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        ranks = [{"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+        started = [
+            self._start(script, flags, None, place | ranks[0]),
+            self._start(script, (*flags, *second), death, place | ranks[1]),
+        ]
         return [self._end(*process, expect) for process in started]
 
     def _start(self, script: str, flags: tuple, death: tuple | None, env: dict[str, str]) -> tuple:

@@ -98,27 +98,21 @@ def test_training_starts_from_a_student(forks, qat, make_student, sharp_model_di
 
 # -- interruptions ---------------------------------------------------------------------------------------------------
 class Job:
-    """A long run of two workers, started as a user would. signal(number, target) waits until the run has made some
-    updates; target: "the job" or "worker 1"."""
+    """A long run of two workers, started as a user would."""
 
     def __init__(self, folder: Path, flags: list):
         self.folder = folder
-        self.from_step = self.step()
+        self.resumed = lines(folder)[-1]["step"]
         script = ROOT / "scripts" / "train_v2_tpu_multi.py"
         command = [sys.executable, script, *flags, "--num-chips", 2, "--output-dir", folder, "--resume", "auto"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         env = os.environ | {"OMP_NUM_THREADS": "1"}  # as in `forked`: the runs are compared bit for bit
         self.process = subprocess.Popen(list(map(str, command)), text=True, env=env, **pipes)
 
-    def step(self) -> int:
-        """The last step in the log."""
-        there = (self.folder / "metrics.jsonl").exists()
-        return max((line["step"] for line in lines(self.folder)), default=0) if there else 0
-
     def signal(self, number: int, target: str, expect: int) -> tuple[str, str]:
-        """Send the signal after the first checkpoint and five new updates; returns the job's two outputs."""
+        """Send a signal to "the job" or "worker 1" after five new updates; returns the two outputs of the job."""
         deadline = time.monotonic() + PATIENCE
-        while self.step() < max(self.from_step + 5, 21):
+        while lines(self.folder)[-1]["step"] < self.resumed + 5:
             assert self.process.poll() is None and time.monotonic() < deadline, self.process.communicate()
             time.sleep(0.02)
         children = psutil.Process(self.process.pid).children()
@@ -133,16 +127,22 @@ def test_interrupted_jobs_resume_to_the_run_of_one_that_was_not(run, forks, qat,
     flags, folder = [*qat, *LONG, *TWO], tmp_path / "run"
     forks.pair("train_v2_tpu_multi", *flags, "--output-dir", tmp_path / "whole")
 
+    def preempted_at(said: str) -> int:
+        """The step that all workers saved, although one of them got the signal."""
+        saved = summary(folder)["step"]
+        assert summary(folder)["status"] == "preempted" and f"SIGTERM: saved step {saved}" in said
+        assert newest(folder).name == f"step_{saved}"
+        return saved
+
+    resumed = ["--output-dir", folder, "--resume", "auto"]
+    death = "run.session.Session.record", 25, signal.SIGTERM, False
+    assert preempted_at(forks.pair("train_v2_tpu_multi", *flags, *resumed, death=death)[0]) == 25
     _, err = Job(folder, flags).signal(signal.SIGKILL, "worker 1", expect=137)
     assert "was killed (SIGKILL)" in err and "--resume auto" in err
     assert not (folder / "summary.json").exists()
-    for target in ("worker 1", "the job"):  # all workers save
-        out, _ = Job(folder, flags).signal(signal.SIGTERM, target, expect=0)
-        saved = summary(folder)["step"]
-        assert summary(folder)["status"] == "preempted" and f"SIGTERM: saved step {saved}" in out
-        assert newest(folder).name == f"step_{saved}"
+    saved = preempted_at(Job(folder, flags).signal(signal.SIGTERM, "the job", expect=0)[0])
     alone = shutil.copytree(folder, tmp_path / "alone")
-    forks.pair("train_v2_tpu_multi", *flags, "--output-dir", folder, "--resume", "auto")
+    forks.pair("train_v2_tpu_multi", *flags, *resumed)
     assert_same_run(folder, tmp_path / "whole")
 
     # one worker takes over, with four rows per update as before
@@ -153,8 +153,7 @@ def test_interrupted_jobs_resume_to_the_run_of_one_that_was_not(run, forks, qat,
     assert ours[saved : saved + 10] == pytest.approx(theirs[saved : saved + 10], rel=CLOSE)
 
     (folder / "summary.json").unlink()
-    more = ["--accumulation-steps", 2, "--output-dir", folder, "--resume", "auto"]
-    for said in forks.pair("train_v2_tpu_multi", *flags, *more, expect=2):
+    for said in forks.pair("train_v2_tpu_multi", *flags, *resumed, "--accumulation-steps", 2, expect=2):
         assert "rows_per_update (batch size × accumulation steps × workers) is 4 there (manifest.json), 8 here" in said
 
 
@@ -190,7 +189,7 @@ def test_a_dry_run_may_plan_for_more_workers_than_this_machine_has(forks, qat):
 
 def test_ranks_started_with_different_configs_are_refused(forks, qat, tmp_path):
     flags = [*qat, *QAT, *TWO, "--output-dir", tmp_path / "run"]
-    said = forks.pair("train_v2_tpu_multi", *flags, expect=2, second=(*flags, "--seed", 1))
+    said = forks.pair("train_v2_tpu_multi", *flags, expect=2, second=("--seed", 1))
     host = socket.gethostname()
     line = f"the workers differ: seed is 0 for worker 0 on {host}, 1 for worker 1 on {host}; give every worker the"
     for own in said:  # each has its own terminal

@@ -1,19 +1,20 @@
 """scripts/pretrain.py on a few puzzles: files of a run, resuming after a kill, workers, buckets, bad input."""
 
 import dataclasses
-import json
 import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import fsspec
 import numpy as np
 import pytest
 import torch
+from forked import ROOT
 from ports import free_port
+from records import assert_same_files, lines, summary
+from torch._dynamo.utils import counters
 
 from qat_lora.backend import TorchBackend
 from qat_lora.errors import UserError
@@ -25,24 +26,16 @@ from qat_lora.run import remote
 from qat_lora.run.checkpoint import load_checkpoint
 from qat_lora.run.command_line import parse
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = "puzzle=sudoku4 puzzles=60 heldout_fraction=0.2 global_batch_size=8 epochs=2 eval_interval=5 save_interval=4 "
-SMALL += (
-    "log_interval=1 lr=1e-2 lr_warmup=2 ema_decay=0.9 halt_max_segments=3 halt_exploration=0.5 arch.hidden_size=16 "
-)
-SMALL += "arch.num_heads=2 arch.L_cycles=2 arch.mlp_t=false device_type=cpu forward_dtype=float32 compile=false"
+SMALL += "log_interval=1 lr=1e-2 lr_warmup=2 ema_decay=0.9 halt_max_segments=3 halt_exploration=0.5 arch.num_heads=2 "
+SMALL += "arch.hidden_size=16 arch.L_cycles=2 arch.mlp_t=false device_type=cpu forward_dtype=float32 compile=false"
 SMALL = SMALL.split()
 
 
 @pytest.fixture(scope="module")
-def train(load_script):
+def train(run):
     """train(*words): the script's main, on a few 4×4 puzzles."""
-    module = load_script("pretrain")
-
-    def main(*words) -> None:
-        module.main(parse(module.Config, "pretrain", [*SMALL, *map(str, words)]))
-
-    return main
+    return lambda *words: run("pretrain", *SMALL, *words)
 
 
 @pytest.fixture(scope="module")
@@ -52,37 +45,29 @@ def trained(train, tmp_path_factory):
     return folder
 
 
-def lines(folder: Path) -> list[dict]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "tokens_per_s"} for line in found]
-
-
-def same_figures(ours: list[dict], theirs: list[dict], rel: float) -> None:
+def same_figures(ours: list[dict], theirs: list[dict]) -> None:
+    """Rounding differs between CPUs, and may flip the optimiser's mask where a gradient is near 0: on an AMD EPYC this
+    moved a gradient norm by 3.8e-4. Gradients that are 10% too small move it by 1e-1."""
     names = ("step", "loss", "exact", "segments", "grad_norm", "lr", "heldout_loss", "heldout_cells")
     for one, other in zip(ours, theirs, strict=True):
         shared = [name for name in names if name in other]
-        assert [one[name] for name in shared] == pytest.approx([other[name] for name in shared], rel=rel)
+        assert [one[name] for name in shared] == pytest.approx([other[name] for name in shared], rel=1e-3)
 
 
 # -- a finished run --------------------------------------------------------------------------------------------------
-def test_the_files_of_a_finished_run(trained):
+def test_the_files_of_a_finished_run_and_the_figures_of_its_best_checkpoint(trained):
     there = {path.name for path in trained.iterdir()}
     assert there >= {"config.yaml", "manifest.json", "metrics.jsonl", "summary.json", "best.pt", "solved.png", "plots"}
     assert (trained / "solved.png").stat().st_size > 5000
-    found, summary = lines(trained), json.loads((trained / "summary.json").read_text())
+    found, end = lines(trained), summary(trained)
     measured = [line for line in found if "heldout_loss" in line]
-    assert [line["step"] for line in measured] == [0, 5, 10, 12] and summary["status"] == "finished"
-    assert {"heldout_exact", "heldout_cells", "heldout_exact_full", "heldout_cells_full", "heldout_segments"} <= set(
-        measured[0]
-    )
+    assert [line["step"] for line in measured] == [0, 5, 10, 12] and end["status"] == "finished"
+    names = {"heldout_exact", "heldout_cells", "heldout_exact_full", "heldout_cells_full", "heldout_segments"}
+    assert names <= measured[0].keys()
     best = torch.load(trained / "best.pt", weights_only=True)
     wanted = max(measured, key=lambda line: (line["heldout_exact_full"], -line["heldout_loss"]))
-    assert best["figures"]["step"] == summary["step"] == wanted["step"]
-    assert best["figures"]["heldout_loss"] == wanted["heldout_loss"] == summary["heldout_loss"]
-
-
-def test_the_best_checkpoint_has_the_recorded_figures(trained):
-    best = torch.load(trained / "best.pt", weights_only=True)
+    assert best["figures"]["step"] == end["step"] == wanted["step"]
+    assert best["figures"]["heldout_loss"] == wanted["heldout_loss"] == end["heldout_loss"]
     model = RecursiveModel(RecursiveSpec(**best["spec"]))
     model.load_state_dict(best["state"])
     _, heldout = split(draw("sudoku4", 60, 0), 0.2, 0)
@@ -90,88 +75,65 @@ def test_the_best_checkpoint_has_the_recorded_figures(trained):
     assert found == {name: best["figures"][name] for name in found}
 
 
-def test_status_lines_are_those_of_the_guide(train, tmp_path, capsys):
-    train(f"output_dir={tmp_path / 'run'}", "steps=1", "eval_rows=4")
-    printed = capsys.readouterr().out.splitlines()
+@pytest.mark.parametrize(
+    "kind, workers, said",
+    [
+        ("xla", 8, ["[Athena] TPU detected. Core 0/8, Device: it"]),
+        ("cuda", 1, ["[Athena] CUDA detected. Using GPU: RTX"]),
+        ("cuda", 4, ["[Athena] CUDA detected. Using GPU: RTX", "[Athena] Multi-GPU training. Rank 0/4"]),
+    ],
+)
+def test_status_lines_of_other_devices(capsys, kind, workers, said):
+    place = {"rank": 0, "world_size": workers, "device": "it"}
+    announce(SimpleNamespace(kind=kind, name="RTX", on_tpu=kind == "xla", **place))
+    assert capsys.readouterr().out.splitlines() == said
+
+
+def test_a_run_shorter_than_every_interval_still_logs_evaluates_and_saves(train, tmp_path, capsys):
+    short = "epochs=1 global_batch_size=64 eval_interval=500 save_interval=500 log_interval=500 eval_rows=4"
+    train(f"output_dir={tmp_path}", *short.split())
+    found = lines(tmp_path)
+    assert [line["step"] for line in found] == [0, 1, 1] and "loss" in found[1] and "heldout_exact" in found[2]
+    assert (tmp_path / "checkpoints" / "step_1" / "meta.json").exists() and (tmp_path / "best.pt").exists()
+    printed = capsys.readouterr().out.splitlines()  # the status lines of the guide
     assert "[Athena] Using CPU (no GPU/TPU available)" in printed and "[Athena] Model moved to device: cpu" in printed
     assert any("rows of 16 tokens (sudoku4) to train on, 4 held out, vocabulary 6" in line for line in printed)
 
 
-@pytest.mark.parametrize(
-    "kind, place, device, said",
-    [
-        ("xla", (0, 8), "xla:0", ["[Athena] TPU detected. Core 0/8, Device: xla:0"]),
-        ("cuda", (0, 1), "cuda:0", ["[Athena] CUDA detected. Using GPU: NVIDIA RTX 4060"]),
-        ("cuda", (0, 4), "cuda:0", ["[Athena] CUDA detected. Using GPU: NVIDIA RTX 4060",
-                                    "[Athena] Multi-GPU training. Rank 0/4"]),
-    ],
-)  # fmt: skip
-def test_status_lines_of_other_devices(monkeypatch, capsys, kind, place, device, said):
-    name, on_tpu = "NVIDIA RTX 4060", kind == "xla"
-    announce(SimpleNamespace(kind=kind, name=name, rank=place[0], world_size=place[1], device=device, on_tpu=on_tpu))
-    assert capsys.readouterr().out.splitlines() == said
-
-
-def test_a_run_shorter_than_every_interval_still_logs_evaluates_and_saves(train, tmp_path):
-    train(f"output_dir={tmp_path}", "epochs=1", "global_batch_size=64", "eval_interval=500", "save_interval=500",
-          "log_interval=500")  # fmt: skip
-    found = lines(tmp_path)
-    assert [line["step"] for line in found] == [0, 1, 1] and "loss" in found[1] and "heldout_exact" in found[2]
-    assert (tmp_path / "checkpoints" / "step_1" / "meta.json").exists() and (tmp_path / "best.pt").exists()
-
-
-def test_compiled_training_equals_plain_training_and_resumes_to_the_same_bits(train, trained, tmp_path, dies_at):
-    train(f"output_dir={tmp_path / 'whole'}", "compile=true")
-    whole, plain = lines(tmp_path / "whole"), lines(trained)
-    same_figures(whole, plain, 1e-4)
-    assert whole != plain, "identical rounding: it cannot have been compiled"
-    with dies_at(6):
-        train(f"output_dir={tmp_path / 'died'}", "compile=true")
-    train(f"output_dir={tmp_path / 'died'}", "compile=true", "resume=auto")
-    assert lines(tmp_path / "died") == whole
-    same_best(tmp_path / "died", tmp_path / "whole")
+def test_compiled_training_equals_plain_training_and_resumes_to_the_same_bits(
+    train, trained, tmp_path, dies_at, capsys
+):
+    words = [f"output_dir={tmp_path}", "compile=true", "resume=auto"]
+    counters.clear()
+    with dies_at(8):
+        train(*words)
+    if "lacks a C++ compiler" in capsys.readouterr().out:
+        pytest.skip("no C++ compiler")
+    assert counters["frames"]["ok"], "nothing was compiled"
+    before = lines(tmp_path)
+    train(*words)  # repeats the updates after the fourth
+    assert lines(tmp_path)[: len(before)] == before and before[-1]["step"] == 7
+    same_figures(lines(tmp_path), lines(trained))
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "/bin/false"])
-def test_without_a_compiler_it_warns_and_trains(train, trained, tmp_path, monkeypatch, capsys, compiler):
+def test_without_a_compiler_it_warns_and_trains(train, tmp_path, monkeypatch, capsys, compiler):
     monkeypatch.setenv("CXX", compiler)
-    train(f"output_dir={tmp_path}", "compile=true")
+    train(f"output_dir={tmp_path}", "compile=true", "steps=2")
     said = f"[Athena] Not compiled, so slower: this machine lacks a C++ compiler ({compiler})"
-    assert said in capsys.readouterr().out.splitlines()
-    assert lines(tmp_path) == lines(trained)
+    assert said in capsys.readouterr().out.splitlines() and summary(tmp_path)["status"] == "finished"
 
 
-@pytest.mark.parametrize(
-    "words", [["ema=false", "arch.mlp_t=true"], ["compile=true", "arch.use_gradient_checkpointing=true"]]
-)
+@pytest.mark.parametrize("words", ["ema=false arch.mlp_t=true", "compile=true arch.use_gradient_checkpointing=true"])
 def test_other_settings_train_too(train, tmp_path, words):
-    train(f"output_dir={tmp_path}", *words)
-    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
-
-
-def test_pretrain_in_the_root_folder_runs_the_script(tmp_path):
-    done = subprocess.run(
-        [sys.executable, ROOT / "pretrain.py", *SMALL, "--dry-run"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0 and "updates of 8 rows on 1 worker," in done.stdout, done.stderr
-    assert not list(tmp_path.iterdir())
+    train(f"output_dir={tmp_path}", "steps=3", *words.split())
+    assert summary(tmp_path)["status"] == "finished"
 
 
 GUIDE = """
-device_type: tpu
-global_batch_size: 256
-epochs: 100000
-eval_interval: 5000
-lr: 8e-5
-grad_clip_norm: 1.0
-ema: true
-forward_dtype: bfloat16
-arch:
-  hidden_size: 2304
-  num_heads: 36
-  H_cycles: 7
-  L_cycles: 5
-  use_gradient_checkpointing: true
+{device_type: tpu, global_batch_size: 256, epochs: 100000, eval_interval: 5000, lr: 8e-5, grad_clip_norm: 1.0,
+ ema: true, forward_dtype: bfloat16,
+ arch: {hidden_size: 2304, num_heads: 36, H_cycles: 7, L_cycles: 5, use_gradient_checkpointing: true}}
 """
 
 
@@ -193,8 +155,8 @@ def data(tmp_path):
 
 def test_data_in_a_folder_and_in_a_bucket_give_the_same_run(train, data, tmp_path):
     fsspec.filesystem("memory").put(str(data), "/athena/data", recursive=True)
-    train(f"output_dir={tmp_path / 'one'}", f"data_path={data}")
-    train(f"output_dir={tmp_path / 'two'}", "data_path=memory://athena/data")
+    train(f"output_dir={tmp_path / 'one'}", "epochs=1", f"data_path={data}")
+    train(f"output_dir={tmp_path / 'two'}", "epochs=1", "data_path=memory://athena/data")
     assert lines(tmp_path / "one") == lines(tmp_path / "two")
 
 
@@ -239,20 +201,15 @@ def test_resuming_on_another_dataset_is_refused(train, data, tmp_path):
 
 
 # -- resuming -------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("at", [6, 12])
-def test_a_killed_run_resumes_to_the_same_end(train, trained, tmp_path, dies_at, at):
-    with dies_at(at):
+def test_a_run_killed_twice_resumes_to_the_same_end(train, trained, tmp_path, dies_at):
+    with dies_at(6):
         train(f"output_dir={tmp_path}")
     torch.manual_seed(7)
+    with dies_at(8):  # resumed after step 4, in its last update
+        train(f"output_dir={tmp_path}", "resume=auto")
     train(f"output_dir={tmp_path}", "resume=auto")
     assert lines(tmp_path) == lines(trained)
-    same_best(tmp_path, trained)
-
-
-def same_best(one: Path, other: Path) -> None:
-    left, right = (torch.load(folder / "best.pt", weights_only=True) for folder in (one, other))
-    assert left["figures"] == right["figures"]
-    assert all(torch.equal(left["state"][name], right["state"][name]) for name in right["state"])
+    assert_same_files(tmp_path, trained, "best.pt")
 
 
 def test_restoring_from_a_bucket_may_be_killed_at_any_file(train, tmp_path, monkeypatch):
@@ -282,12 +239,9 @@ def test_copies_of_another_run_are_left_unchanged(train, tmp_path, dies_at):
     with dies_at(5):
         train(f"output_dir={tmp_path / 'two'}", "seed=1")
     copies = sorted(tmp_path.glob("bucket/*/*"))
-    for words in (
-        [f"output_dir={tmp_path / 'two'}", "steps=3", "seed=1"],
-        [f"output_dir={tmp_path / 'new'}", "steps=3", "lr=1e-3"],
-    ):
+    for name, word in (("two", "seed=1"), ("new", "lr=1e-3")):
         with pytest.raises(UserError, match=r"bucket/step_3 is a run of another config: (seed|learning_rate) is"):
-            train(there, "resume=auto", *words)
+            train(there, "resume=auto", f"output_dir={tmp_path / name}", "steps=3", word)
     assert sorted(tmp_path.glob("bucket/*/*")) == copies and not (tmp_path / "new").exists()
 
 
@@ -300,9 +254,8 @@ def test_if_the_newest_copy_is_damaged_the_one_before_is_resumed(train, trained,
     assert lines(tmp_path / "second") == lines(trained)
 
 
-@pytest.mark.parametrize("kind", ["folder", "memory"])
-def test_a_run_resumes_elsewhere_from_its_copy(train, trained, tmp_path, dies_at, kind):
-    there = f"checkpoint_path={tmp_path / 'bucket' if kind == 'folder' else 'memory://bucket/of-athena'}"
+def test_a_run_resumes_elsewhere_from_its_copy(train, trained, tmp_path, dies_at):
+    there = "checkpoint_path=memory://bucket/of-athena"
     with dies_at(10):
         train(f"output_dir={tmp_path / 'first'}", there)
     shutil.rmtree(tmp_path / "first")  # as if the machine were lost
@@ -310,7 +263,7 @@ def test_a_run_resumes_elsewhere_from_its_copy(train, trained, tmp_path, dies_at
         train(f"output_dir={tmp_path / 'other'}", there)
     train(f"output_dir={tmp_path / 'second'}", there, "resume=auto")
     assert lines(tmp_path / "second") == lines(trained)
-    same_best(tmp_path / "second", trained)
+    assert_same_files(tmp_path / "second", trained, "best.pt")
 
 
 def test_two_workers_equal_one(train, trained, tmp_path):
@@ -318,18 +271,14 @@ def test_two_workers_equal_one(train, trained, tmp_path):
     with the carries of both."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port()]
     command = [sys.executable, *launcher, ROOT / "pretrain.py", *SMALL, f"output_dir={tmp_path / 'two'}"]
-    done = subprocess.run(
-        list(map(str, command)), env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200
-    )
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("run directory") == 1 and "updates of 8 rows on 2 workers" in done.stdout
     assert "[Athena] Using CPU. Process 0/2" in done.stdout
-    # Rounding differs between CPUs, and may flip the optimiser's mask where a gradient is near 0: on an AMD EPYC this
-    # moved a gradient norm by 3.8e-4 and the weights by 5e-6. Gradients that are 10% too small move them by 1e-1, 5e-4.
-    same_figures(lines(tmp_path / "two"), lines(trained), 1e-3)
+    same_figures(lines(tmp_path / "two"), lines(trained))
     tensors, whole = (load_checkpoint(folder)[0] for folder in (tmp_path / "two", trained))
     apart = torch.cat([(tensors[name] - whole[name]).abs().flatten() for name in whole])
-    assert apart.mean() < 2e-5
+    assert apart.mean() < 2e-5, "gradients that are 10% too small move the weights by 5e-4"
     shutil.rmtree(tmp_path / "two" / "checkpoints" / "step_12")
     (tmp_path / "two" / "summary.json").unlink()
     train(f"output_dir={tmp_path / 'two'}", "resume=auto")
@@ -362,47 +311,45 @@ def test_sizes_are_checked_against_the_memory_of_the_device(load_script, monkeyp
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["global_batch=8"], "flag --global_batch is unknown; did you mean --global-batch-size?"),
-        (["arch.H_cycle=2"], "flag --arch.H_cycle is unknown; did you mean --arch.H_cycles?"),
-        (["device_type=cuda"], "device=cuda: torch"), (["device_type=gpu"], "--device 'gpu' is not one of auto"),
-        (["data_path=nowhere"], "nowhere/train: no such folder; scripts/build_puzzle_data.py writes train/ and test/"),
-        (["data_path=gs://athena/data"], "gs://athena/data: the package for gs:// is missing; pip install gcsfs"),
-        (["data_path=what://athena/data"], "what://athena/data cannot be used"),
-        (["checkpoint_path=gs://athena/run", "output_dir=run"], "gs://athena/run: the package for gs:// is missing"),
-        (["checkpoint_path=/proc/none", "output_dir=run"], "/proc/none: no such file or folder"),
-        (["checkpoint_path=/dev/null", "output_dir=run", "resume=auto"], "/dev/null cannot be used (FileExistsError"),
-        (["checkpoint_path=copies"], "--checkpoint-path needs --output-dir"),
-        (["checkpoint_path=run/../run/checkpoints", "output_dir=run"], "lies in the run directory itself"),
-        (["puzzle_emb_lr=-1"], "--puzzle-emb-lr -1.0 must be"), (["lr_warmup=-5"], "--warmup-steps -5 must be"),
-        (["halt_max_segments=100000000000000000000"], "--halt-max-segments 100000000000000000000 must be from 1 to"),
-        (["puzzle=maze5", "puzzles=2000"], "--puzzles: 2000 puzzles are more than the 48 maze5 that exist"),
-        (["puzzles=1000000000000"], "--puzzles 1000000000000 needs at least 256,000.0 GB of memory, but there is"),
-        (["arch.hidden_size=1000000000"], "lower arch.hidden_size, arch.L_layers or arch.expansion"),
-        (["arch.hidden_size=1000000000", "--dry-run"], "a model of 24,000,000,141,000,000,001 weights needs at least"),
-        (["arch.L_layers=1000000000000"], "lower arch.hidden_size, arch.L_layers or arch.expansion"),
-        (["arch.L_cycles=10000000000"], "--L-cycles 10000000000 must be from 1 to 10,000"),
-        (["global_batch_size=1000000000000"], "lower global_batch_size, arch.hidden_size or arch.L_cycles"),
-        (["puzzle=sudoku5"], "kind 'sudoku5' is not one of"), (["puzzles=1"], "--puzzles 1 must be at least 2"),
-        (["epochs=0"], "--epochs 0 must be from 1"), (["global_batch_size=0"], "--global-batch-size 0 must be"),
-        (["heldout_fraction=0"], "--heldout-fraction 0.0 must be above 0 and below 1; use e.g. 0.1"),
-        (["forward_dtype=fp16"], "--forward-dtype 'fp16' is not one of bfloat16, float32"),
-        (["precision=bf16"], "--forward-dtype float32 and --precision bf16 differ"),
-        (["eval_interval=-1"], "--eval-every -1 must be at least 0"),
-        (["lr=0"], "--learning-rate 0.0 must be above 0"),
-        (["lr=1e30"], "--learning-rate 1e+30 must be above 0 and at most 1,000"),
-        (["weight_decay=1e30"], "--weight-decay 1e+30"), (["puzzle_emb_lr=1e30"], "--puzzle-emb-lr 1e+30"),
-        (["puzzle_emb_weight_decay=1e30"], "--puzzle-emb-weight-decay 1e+30 must be from 0 to 1,000"),
-        (["steps=1000000000000"], "--max-steps 1000000000000 must be from 0 to 1,000,000,000"),
-        (["epochs=1000000000000"], "--epochs 1000000000000 must be from 1 to 1,000,000,000"),
-        (["arch.H_cycles=1000000000000"], "--H-cycles 1000000000000 must be from 1 to 10,000"),
-        (["arch.num_heads=3"], "arch.hidden_size 16 does not divide by twice arch.num_heads 3"),
-        (["num_chips=3", "--dry-run"], "global_batch_size 8 does not divide by 3 workers"),
-        (["halt_max_segments=0"], "--halt-max-segments 0"), (["eval_rows=-1"], "--eval-rows -1 must be at least 0"),
+        ("global_batch=8", "flag --global_batch is unknown; did you mean --global-batch-size?"),
+        ("arch.H_cycle=2", "flag --arch.H_cycle is unknown; did you mean --arch.H_cycles?"),
+        ("device_type=cuda", "device=cuda: torch"), ("device_type=gpu", "--device 'gpu' is not one of auto"),
+        ("data_path=nowhere", "nowhere/train: no such folder; scripts/build_puzzle_data.py writes train/ and test/"),
+        ("data_path=gs://athena/data", "gs://athena/data: the package for gs:// is missing; pip install gcsfs"),
+        ("data_path=what://athena/data", "what://athena/data cannot be used"),
+        ("checkpoint_path=gs://athena/run output_dir=run", "gs://athena/run: the package for gs:// is missing"),
+        ("checkpoint_path=/proc/none output_dir=run", "/proc/none: no such file or folder"),
+        ("checkpoint_path=/dev/null output_dir=run resume=auto", "/dev/null cannot be used (FileExistsError"),
+        ("checkpoint_path=copies", "--checkpoint-path needs --output-dir"),
+        ("checkpoint_path=run/../run/checkpoints output_dir=run", "lies in the run directory itself"),
+        ("puzzle_emb_lr=-1", "--puzzle-emb-lr -1.0 must be"), ("lr_warmup=-5", "--warmup-steps -5 must be"),
+        ("halt_max_segments=100000000000000000000", "--halt-max-segments 100000000000000000000 must be from 1 to"),
+        ("puzzle=maze5 puzzles=2000", "--puzzles: 2000 puzzles are more than the 48 maze5 that exist"),
+        ("puzzles=1000000000000", "--puzzles 1000000000000 needs at least 256,000.0 GB of memory, but there is"),
+        ("arch.hidden_size=1000000000", "lower arch.hidden_size, arch.L_layers or arch.expansion"),
+        ("arch.hidden_size=1000000000 --dry-run", "a model of 24,000,000,141,000,000,001 weights needs at least"),
+        ("arch.L_cycles=10000000000", "--L-cycles 10000000000 must be from 1 to 10,000"),
+        ("global_batch_size=1000000000000", "lower global_batch_size, arch.hidden_size or arch.L_cycles"),
+        ("puzzle=sudoku5", "kind 'sudoku5' is not one of"), ("puzzles=1", "--puzzles 1 must be at least 2"),
+        ("epochs=0", "--epochs 0 must be from 1"), ("global_batch_size=0", "--global-batch-size 0 must be"),
+        ("heldout_fraction=0", "--heldout-fraction 0.0 must be above 0 and below 1; use e.g. 0.1"),
+        ("forward_dtype=fp16", "--forward-dtype 'fp16' is not one of bfloat16, float32"),
+        ("precision=bf16", "--forward-dtype float32 and --precision bf16 differ"),
+        ("eval_interval=-1", "--eval-every -1 must be at least 0"), ("lr=0", "--learning-rate 0.0 must be above 0"),
+        ("lr=1e30", "--learning-rate 1e+30 must be above 0 and at most 1,000"),
+        ("weight_decay=1e30", "--weight-decay 1e+30"), ("puzzle_emb_lr=1e30", "--puzzle-emb-lr 1e+30"),
+        ("puzzle_emb_weight_decay=1e30", "--puzzle-emb-weight-decay 1e+30 must be from 0 to 1,000"),
+        ("steps=1000000000000", "--max-steps 1000000000000 must be from 0 to 1,000,000,000"),
+        ("epochs=1000000000000", "--epochs 1000000000000 must be from 1 to 1,000,000,000"),
+        ("arch.H_cycles=1000000000000", "--H-cycles 1000000000000 must be from 1 to 10,000"),
+        ("arch.num_heads=3", "arch.hidden_size 16 does not divide by twice arch.num_heads 3"),
+        ("num_chips=3 --dry-run", "global_batch_size 8 does not divide by 3 workers"),
+        ("halt_max_segments=0", "--halt-max-segments 0"), ("eval_rows=-1", "--eval-rows -1 must be at least 0"),
     ],
 )  # fmt: skip
 def test_bad_input_gives_one_line_and_leaves_no_files(train, tmp_path, monkeypatch, words, said):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as error:
-        train(*words)
+        train(*words.split())
     assert said in str(error.value) and len(str(error.value).splitlines()) == 1
     assert not list(tmp_path.iterdir())
