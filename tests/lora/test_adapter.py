@@ -15,12 +15,22 @@ from qat_lora.lora.adapter import BEYOND_PRODUCT, PLACE, SILENT, SIZE, load_adap
 from qat_lora.models.loading import load_model
 
 
+@pytest.fixture(scope="module")
+def base(tiny_model_dir):
+    return load_model(str(tiny_model_dir))
+
+
+@pytest.fixture(scope="module")
+def adapter(make_adapter, tiny_model_dir):
+    return make_adapter(tiny_model_dir)
+
+
 @pytest.fixture
-def changed(make_adapter, tiny_model_dir, tmp_path):
+def changed(adapter, tmp_path):
     """changed(**settings): a LoRA's folder with these settings changed in its config."""
 
     def make(**settings):
-        folder = shutil.copytree(make_adapter(tiny_model_dir), tmp_path / "adapter")
+        folder = shutil.copytree(adapter, tmp_path / "adapter")
         path = folder / "adapter_config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | settings))
         return folder
@@ -41,10 +51,9 @@ def changed(make_adapter, tiny_model_dir, tmp_path):
     ],
     ids=str,
 )  # fmt: skip
-def test_anything_but_a_lora_on_an_unchanged_base_is_refused(changed, tiny_model_dir, settings):
-    folder = changed(**settings)
+def test_anything_but_a_lora_on_an_unchanged_base_is_refused(changed, base, settings):
     with pytest.raises(UserError, match=next(iter(settings))) as refused:
-        load_adapter(load_model(str(tiny_model_dir)), folder)
+        load_adapter(base, changed(**settings))
     assert "\n" not in str(refused.value)
 
 
@@ -55,7 +64,7 @@ class Evil:
 
 @pytest.mark.parametrize("saved_by_training", [True, False])
 @pytest.mark.parametrize("content", [None, [1, 2], {"a": "x"}, Evil()], ids=["none", "list", "text", "hostile"])
-def test_a_pickle_without_tensors_is_refused_by_name(changed, tiny_model_dir, monkeypatch, content, saved_by_training):
+def test_a_pickle_without_tensors_is_refused_by_name(changed, base, monkeypatch, content, saved_by_training):
     folder = changed()
     monkeypatch.chdir(folder)
     if saved_by_training:
@@ -63,18 +72,18 @@ def test_a_pickle_without_tensors_is_refused_by_name(changed, tiny_model_dir, mo
     (folder / "adapter_model.safetensors").unlink()
     torch.save(content, folder / "adapter_model.bin")
     with pytest.raises(UserError) as refused:
-        load_adapter(load_model(str(tiny_model_dir)), folder)
+        load_adapter(base, folder)
     assert str(refused.value).startswith(f"{folder}/adapter_model.bin is damaged (it ") and not Path("ran").exists()
 
 
-def test_a_file_that_training_saved_must_exist(changed, tiny_model_dir):
+def test_a_file_that_training_saved_must_exist(changed, base):
     folder = changed()
     write_origin(folder, None)
     tensors = load_file(folder / "adapter_model.safetensors")
     (folder / "adapter_model.safetensors").unlink()
     torch.save(tensors, folder / "adapter_model.bin")
     with pytest.raises(UserError, match=r"adapter_model.safetensors, which training saved, is missing; copy or train"):
-        load_adapter(load_model(str(tiny_model_dir)), folder)
+        load_adapter(base, folder)
 
 
 def test_every_setting_of_the_installed_peft_is_known():

@@ -1,6 +1,7 @@
 """Recovery LoRA: the student is unchanged, gradients reach the adapter in every block, and its file keeps alpha."""
 
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -9,11 +10,10 @@ from loops import script
 from peft.tuners.lora import LoraLayer
 
 from qat_lora.data.batches import batches
-from qat_lora.data.chat import documents
-from qat_lora.data.packing import Rows, TextDataset, pack
+from qat_lora.data.packing import Rows, TextDataset
 from qat_lora.errors import UserError
 from qat_lora.kd.evaluation import heldout_figures
-from qat_lora.lora.adapter import load_adapter, save_adapter
+from qat_lora.lora.adapter import Dropout, load_adapter, save_adapter
 from qat_lora.lora.add import add_adapter, fit_to_error, low_rank
 from qat_lora.lora.recovery import Anchor, train_recovery_lora
 from qat_lora.lora.targets import PROJECTIONS
@@ -21,8 +21,8 @@ from qat_lora.models.loading import load_model
 from qat_lora.quant.linear import quantized_layers
 from qat_lora.quant.student import load_student
 from qat_lora.run.files import sha256
-from qat_lora.train.evaluation import heldout_nll, text_figures
-from qat_lora.train.loop import Plan, restore
+from qat_lora.train.evaluation import text_figures
+from qat_lora.train.loop import Plan
 
 PLAN = Plan(steps=5, batch_size=4, accumulation=1, learning_rate=1e-2, warmup_steps=1, clip_grad_norm=1.0, seed=0)
 ALL_BUT_K = tuple(p for p in PROJECTIONS if p != "k")
@@ -80,16 +80,13 @@ def test_low_rank_is_optimal_under_the_moment():
 
 @torch.no_grad()
 def test_an_adapter_fitted_to_the_error_starts_closer_to_the_teacher(new_model, sharp_model_dir, data, backend):
-    base = load_model(str(sharp_model_dir))
-    stream = batches(data[0], 4, 1, 0)
-    calibration = [next(stream) for _ in range(8)]
-    kl = {}
+    base, calibration, kl = load_model(str(sharp_model_dir)), list(itertools.islice(batches(data[0], 4, 1, 0), 8)), []
     for rank in (0, 2, 16):
         model = new_model(rank or 1, 3)
         if rank:
             fit_to_error(model, base, calibration, "fp32")
-        kl[rank] = heldout_figures(model, data[1], backend, 4, 8)["heldout_kl"]
-    assert kl[16] < kl[2] < kl[0]
+        kl.append(heldout_figures(model, data[1], backend, 4, 8)["heldout_kl"])
+    assert kl[2] < kl[1] < kl[0]
 
 
 # -- the adapter ------------------------------------------------------------------------------------------------------
@@ -102,19 +99,11 @@ def test_a_new_adapter_changes_nothing(new_model, student_path):
 def test_only_the_adapter_is_trainable(new_model):
     model = new_model()
     assert {n for n, p in model.named_parameters() if p.requires_grad} == lora_of(model).keys()
-    assert len(lora_of(model)) == 2 * 2 * 6
-    assert sum(p.numel() for p in lora_of(model).values()) == 2 * 4 * (
-        128 + 96 + 128 + 3 * (64 + 128)  # q, v and o; gate, up and down: in + out features
-    )
+    outputs = 128 + 96 + 128 + 3 * (64 + 128)  # q, v and o; gate, up and down: in + out features
+    assert len(lora_of(model)) == 2 * 2 * 6 and sum(p.numel() for p in lora_of(model).values()) == 2 * 4 * outputs
 
 
-@pytest.mark.parametrize("projections", [("k",), ("gate", "up", "down"), PROJECTIONS])
-def test_the_adapter_is_on_its_targets(new_model, projections):
-    names = {name.split(".lora_")[0].rpartition(".")[2] for name in lora_of(new_model(projections=projections))}
-    assert names == {f"{p}_proj" for p in projections}
-
-
-@pytest.mark.parametrize("projections", [("q", "qkv"), ("",), (), ("experts",), ("proj",)])
+@pytest.mark.parametrize("projections", [("q", "qkv"), ("",), (), ("experts",)])
 def test_unknown_targets_are_refused(new_model, projections):
     with pytest.raises(UserError, match=r"choose from q,k,v,o,gate,up,down,attn,mlp,all$"):
         new_model(projections=projections)
@@ -132,10 +121,13 @@ def test_initial_values_depend_only_on_the_seed(new_model):
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
-def test_it_recovers_and_leaves_the_student_unchanged(train, student_path, data, backend):
-    model, lines = train(dataclasses.replace(PLAN, steps=40))
+def test_it_recovers_in_every_block_and_leaves_the_student_unchanged(train, new_model, student_path, data, backend):
+    """The original's base path was detached, so blocks below the last got no gradient."""
+    model, lines = train(dataclasses.replace(PLAN, steps=30))
     kl = [line["kl"] for line in lines]
     assert sum(kl[-10:]) < 0.85 * sum(kl[:10])
+    first = lora_of(new_model())
+    assert not any(torch.equal(p, first[name]) for name, p in lora_of(model).items())
     student = load_student(student_path)[0]
     before, after = (heldout_figures(m, data[1], backend, 4, 8)["heldout_kl"] for m in (student, model))
     assert after < 0.95 * before
@@ -146,22 +138,14 @@ def test_it_recovers_and_leaves_the_student_unchanged(train, student_path, data,
     assert all(torch.equal(c, layer.quantizer.codes) for c, layer in zip(codes, quantized_layers(student).values()))
 
 
-def test_gradients_reach_the_first_block(train):
-    """The original's base path was detached, so blocks below the last got no gradient."""
-    model, _ = train(dataclasses.replace(PLAN, steps=2))
-    fresh = train(dataclasses.replace(PLAN, steps=0), name="fresh")[0]
-    started = lora_of(fresh)
-    for name, p in lora_of(model).items():
-        assert not torch.equal(p, started[name]), name
-
-
 def test_anchor_is_the_student_without_its_adapter(new_model, data, backend):
     """Whatever the adapter's initial values."""
-    model, cfg = new_model(), script("train_recovery_lora").Config(anchor_weight=1.0)
-    plain = script("train_recovery_lora").make_anchor(cfg, model, data[0], backend).logits
+    program = script("train_recovery_lora")
+    model, cfg = new_model(), program.Config(anchor_weight=1.0)
+    plain = program.make_anchor(cfg, model, data[0], backend).logits
     for p in lora_of(model).values():
         p.data.normal_()
-    assert torch.equal(script("train_recovery_lora").make_anchor(cfg, model, data[0], backend).logits, plain)
+    assert torch.equal(program.make_anchor(cfg, model, data[0], backend).logits, plain)
 
 
 def test_accumulation_equals_one_large_batch_with_an_anchor(train, backend):
@@ -174,24 +158,6 @@ def test_accumulation_equals_one_large_batch_with_an_anchor(train, backend):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-3)
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=2e-2)
         assert other["lr"] == one["lr"]
-
-
-def test_the_schedule_is_applied_and_logged(train, backend, monkeypatch):
-    used, update = [], backend.update
-    monkeypatch.setattr(backend, "update", lambda o, *rest: used.append(o.param_groups[0]["lr"]) or update(o, *rest))
-    lines = train()[1]
-    rates = [PLAN.learning_rate * PLAN.factor(step) for step in range(1, 6)]
-    assert used == rates == [line["lr"] for line in lines] and rates[0] < rates[1] > rates[2]
-
-
-@pytest.mark.parametrize("mode", ["sft", "recover"])
-def test_text_modes_learn_their_rows(train, tiny_tokenizer, mode):
-    turns = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Seven of them."}]
-    rows = pack(documents([{"messages": turns}] * 24, tiny_tokenizer, "off"), tiny_tokenizer, 48)
-    dataset = TextDataset(rows, completions_only=mode == "sft")
-    _, lines = train(dataclasses.replace(PLAN, steps=15), mode, train=dataset)
-    losses = [line["loss"] for line in lines]
-    assert losses[-1] < 0.7 * losses[0] and "kl" not in lines[0]
 
 
 def test_completions_only_ignores_prompt_and_padding(train, new_model):
@@ -239,13 +205,8 @@ def test_the_anchor_reduces_drift(train, backend, data):
     @torch.no_grad()
     def drift(weight):
         with torch.enable_grad():
-            model, _ = train(
-                dataclasses.replace(PLAN, steps=15),
-                "recover",
-                lambda m: Anchor.of(m, tokens, weight, backend),
-                rows,
-                name=str(weight),
-            )
+            plan, anchor = dataclasses.replace(PLAN, steps=10), lambda m: Anchor.of(m, tokens, weight, backend)
+            model, _ = train(plan, "recover", anchor, rows, name=str(weight))
         now = model(tokens).logits.log_softmax(-1)
         with model.disable_adapter():
             before = model(tokens).logits.log_softmax(-1)
@@ -306,53 +267,17 @@ def test_a_folder_is_replaced_as_a_whole(new_model, tmp_path):
         save_adapter(new_model(), tmp_path / "adapter" / "adapter_config.json" / "deeper", "s")
 
 
-def test_restore_is_strict_about_the_adapter(new_model):
-    model, other = new_model(), new_model(rank=2)
-    saved = {name: p.detach() + 1 for name, p in lora_of(model).items()}
-    restore(model, saved)
-    assert all(torch.equal(p, saved[name]) for name, p in lora_of(model).items())
-    name = next(iter(saved))
-    with pytest.raises(UserError, match="only one side has parameter"):
-        restore(model, {n: t for n, t in saved.items() if n != name})
-    with pytest.raises(UserError, match="only one side has parameter"):
-        restore(model, saved | {"extra": torch.ones(1)})
-    with pytest.raises(UserError, match="there, "):
-        restore(other, saved)
-    with pytest.raises(UserError, match="only one side has parameter"):
-        restore(new_model(projections=("q",)), saved)
-
-
-def test_a_resumed_run_equals_an_uninterrupted_one(new_model, make_session, data, backend, train, monkeypatch):
+def test_a_resumed_run_equals_an_uninterrupted_one(new_model, make_session, data, backend, train, dies_at):
     whole, lines = train(name="whole")
-    first = make_session("run", backend, save=2)
-    save = first._save
-
-    def die(step):
-        save(step)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(first, "_save", die)
-    with pytest.raises(KeyboardInterrupt):
-        train_recovery_lora(new_model(), data[0], "kd", PLAN, None, first, lambda step: {})
+    with dies_at(4):
+        train_recovery_lora(new_model(), data[0], "kd", PLAN, None, make_session("run", backend, 2), lambda step: {})
     torch.manual_seed(99)
     resumed, again = train(name="run")
     assert [line["loss"] for line in again] == [line["loss"] for line in lines]
     assert all(torch.equal(p, q) for p, q in zip(resumed.parameters(), whole.parameters()))
 
 
-def test_heldout_text_is_scored_like_training_text(new_model, backend):
-    rows = Rows(torch.arange(1, 65, dtype=torch.int32).view(4, 16), torch.ones(4, 16, dtype=torch.uint8))
-    dataset = TextDataset(rows, completions_only=False)
-    batch = next(batches(dataset, 4, 1, 0))
-    assert float(batch["total"]) == 4 * 15
-    figures = heldout_nll(new_model(), dataset, backend, 2, 4)
-    wanted = text_figures(new_model(), rows.tokens, torch.full((4,), 15), backend)
-    assert figures["heldout_nll"] == pytest.approx(wanted["nll"], rel=1e-5)
-
-
 def test_dropout_drops_its_share_and_keeps_the_mean():
-    from qat_lora.lora.adapter import Dropout
-
     torch.manual_seed(0)
     layer, x = Dropout(0.05), torch.ones(333, 1001, requires_grad=True)
     out = layer(x)
@@ -364,10 +289,6 @@ def test_dropout_drops_its_share_and_keeps_the_mean():
     assert layer.eval()(x) is x or torch.equal(layer(x), x)
 
 
-def test_the_adapter_uses_our_dropout_and_rslora_scales_by_the_root(sharp_model_dir):
-    from qat_lora.lora.adapter import Dropout
-
-    model = add_adapter(load_model(str(sharp_model_dir)), 4, 8, ("q", "down"), 0, dropout=0.1, rslora=True)
-    layers = [m for m in model.modules() if hasattr(m, "lora_A")]
-    assert len(layers) == 4 and all(isinstance(m.lora_dropout["default"], Dropout) for m in layers)
-    assert all(m.scaling["default"] == 4.0 for m in layers)
+def test_rslora_scales_by_the_root_of_the_rank(sharp_model_dir):
+    model = add_adapter(load_model(str(sharp_model_dir)), 4, 8, ("q", "down"), 0, rslora=True)
+    assert [module.scaling["default"] for module in model.modules() if isinstance(module, LoraLayer)] == [4.0] * 4
