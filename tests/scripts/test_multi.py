@@ -137,6 +137,7 @@ def test_interrupted_jobs_resume_to_the_run_of_one_that_was_not(run, forks, qat,
     resumed = ["--output-dir", folder, "--resume", "auto"]
     death = "run.session.Session.record", 25, signal.SIGTERM, False
     assert preempted_at(forks.pair("train_v2_tpu_multi", *flags, *resumed, death=death)[0]) == 25
+    (folder / "summary.json").unlink()
     _, err = Job(folder, flags).signal(signal.SIGKILL, "worker 1", expect=137)
     assert "was killed (SIGKILL)" in err and "--resume auto" in err
     assert not (folder / "summary.json").exists()
