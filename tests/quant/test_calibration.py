@@ -39,7 +39,6 @@ def test_each_method_starts_closer_to_the_teacher_and_only_gptq_changes_the_weig
         kl.append(heldout_figures(student, data[1], backend, 4, 8)["heldout_kl"])
         same = [torch.equal(layer.weight, old) for layer, old in zip(quantized_layers(student).values(), latents)]
         assert not any(same) if method == "gptq" else all(same)
-    print(kl)
     assert kl[2] < 0.95 * kl[1] < 0.9 * kl[0], kl
 
 
@@ -84,6 +83,5 @@ def test_the_layer_stage_compensates_each_block_before_training_it(
         train_layers(student, calibration, LayerPlan(1, 1e-9, 1.0, compensate=compensate), session)
         heldout.append(heldout_figures(student, data[1], backend, 4, 8)["heldout_kl"])
         losses.append([line["loss"] for line in session.run.metrics()])
-    print(heldout, losses)
     assert heldout[1] < 0.9 * heldout[0]
     assert all(0 < compensated < plain for plain, compensated in zip(*losses))

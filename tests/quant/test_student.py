@@ -88,11 +88,10 @@ def test_a_file_gives_the_same_student_bit_for_bit(saved, spec, tiny_model_dir):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("scale", [1e-9, -1e-9])
-def test_a_scale_close_to_zero_keeps_its_sign_in_the_file(trained, tiny_model_dir, tmp_path, scale):
+def test_a_scale_close_to_zero_keeps_its_sign_in_the_file(trained, tiny_model_dir, tmp_path):
     student = trained(StudentSpec("int2/g32", "int2/g32"))
     for layer in quantized_layers(student).values():
-        layer.quantizer.scale[::3] = scale
+        layer.quantizer.scale[::3], layer.quantizer.scale[1::3] = 1e-9, -1e-9
     save_student(tmp_path / "best.pt", student, str(tiny_model_dir), StudentSpec("int2/g32", "int2/g32"), {})
     assert torch.equal(load_student(tmp_path / "best.pt")[0](TOKENS).logits, student(TOKENS).logits)
 
