@@ -29,7 +29,7 @@ def devices(count: int, *arguments) -> subprocess.CompletedProcess:
             },
             capture_output=True, text=True, timeout=PATIENCE,
         )  # fmt: skip
-        if done.returncode not in (-signal.SIGABRT, -signal.SIGSEGV):
+        if done.returncode not in (128 + signal.SIGABRT, 128 + signal.SIGSEGV):
             break
     return done
 
