@@ -144,9 +144,10 @@ def test_the_files_that_grpo_starts_from_are_restored_or_the_resume_is_refused(t
     assert {file: file.read_bytes() for file in good} == good
 
 
-def test_quick_shortens_the_run(load_script):
+def test_quick_shortens_the_run(load_script, sharp_model_dir):
     module = load_script("train_musclebob_improved")
-    flags = "--quick --epochs 3 --batch-size 16 --accumulation-steps 2 --sft --sft-batch-size 64"
+    flags = f"--model {sharp_model_dir} --quick --epochs 3 --batch-size 16 --accumulation-steps 2 --sft"
+    flags += " --sft-batch-size 64"
     cfg = module.shortened(parse(module.Config, "train_musclebob_improved", flags.split()))
     module.check(cfg)
     assert (cfg.num_samples, cfg.epochs, cfg.sft_batch_size, cfg.validation_samples) == (32, 1, 32, 1)
