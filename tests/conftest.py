@@ -19,30 +19,32 @@ import torch
 
 from qat_lora.hardware import tiny
 
-# Files that start processes, compile for XLA or train for many seconds, slowest first. Their tests get the marker
-# `slow`, which `make test-fast` deselects, and start before all others, so that no core is idle at the end.
+# Slowest first: these files start before all others, so that no core is idle at the end. DEEP ones get the marker
+# `deep`, which only `make test-deep` selects. SLOW ones start processes, compile for XLA or train for many seconds, and
+# get the marker `slow`, which `make test-fast` deselects.
+DEEP = (
+    "hosts/test_hosts", "backend/test_xla_deep", "repo/test_notebook", "backend/test_aot_deep", "repo/test_law_notebook",
+    "hardware/test_checks", "backend/test_rendezvous", "backend/test_launch", "backend/test_xla_workers",
+    "benchmarks/test_qat_quality", "scripts/test_compile_for_tpu", "faults/test_faults", "models/test_zoo_pipeline",
+)  # fmt: skip
 SLOW = (
-    "scripts/test_multi", "repo/test_notebook", "backend/test_aot", "backend/test_xla_sft", "backend/test_launch",
-    "backend/test_xla", "scripts/test_pipeline", "scripts/test_train_cot_sft", "repo/test_law_notebook",
-    "benchmarks/test_qat_quality", "scripts/test_compile_for_tpu", "backend/test_xla_stories",
-    "scripts/test_run_legal_assistant", "backend/test_rendezvous", "scripts/test_resuming", "scripts/test_pretrain",
-    "backend/test_xla_athena", "faults/test_faults", "scripts/test_bad_input", "scripts/test_moved_models",
-    "scripts/test_bad_run", "scripts/test_measure_perplexity", "backend/test_group", "scripts/test_train_musclebob",
-    "train/test_memory", "scripts/test_train_tinystories", "scripts/test_smoke_test", "models/test_zoo_uses",
-    "models/test_zoo_pipeline", "run/test_resumed_run", "run/test_rundir", "hardware/test_checks",
+    "scripts/test_pipeline", "scripts/test_multi", "backend/test_xla", "scripts/test_train_cot_sft",
+    "scripts/test_run_legal_assistant", "backend/test_aot", "scripts/test_resuming", "scripts/test_pretrain",
+    "scripts/test_bad_input", "scripts/test_moved_models", "scripts/test_bad_run", "scripts/test_measure_perplexity",
+    "backend/test_group", "scripts/test_train_musclebob", "train/test_memory", "scripts/test_train_tinystories",
+    "scripts/test_smoke_test", "models/test_zoo_uses", "run/test_resumed_run", "run/test_rundir",
 )  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):
-    folder = Path(__file__).parent
-    names = {item: str(item.path.relative_to(folder).with_suffix("")) for item in items}
+    places = {name: place for place, name in enumerate(DEEP + SLOW)}
+    names = {item: str(item.path.relative_to(Path(__file__).parent).with_suffix("")) for item in items}
     for item in items:
-        if names[item] in SLOW:
-            item.add_marker(pytest.mark.slow)
+        if names[item] in places:
+            item.add_marker(pytest.mark.deep if names[item] in DEEP else pytest.mark.slow)
         if item.get_closest_marker("xla") and not importlib.util.find_spec("torch_xla"):
             item.add_marker(pytest.mark.skip(reason="torch_xla is not installed"))
-    places = {name: place for place, name in enumerate(SLOW)}
-    items.sort(key=lambda item: places.get(names[item], len(SLOW)))
+    items.sort(key=lambda item: places.get(names[item], len(places)))
 
 
 @pytest.fixture(autouse=True)
