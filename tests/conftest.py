@@ -23,8 +23,8 @@ from qat_lora.hardware import tiny
 # `deep`, which only `make test-deep` selects. SLOW ones start processes, compile for XLA or train for many seconds, and
 # get the marker `slow`, which `make test-fast` deselects.
 DEEP = (
-    "hosts/test_hosts", "backend/test_xla_deep", "repo/test_notebook", "backend/test_aot_deep", "repo/test_law_notebook",
-    "hardware/test_checks", "backend/test_rendezvous", "backend/test_launch", "backend/test_xla_workers",
+    "hosts/test_hosts", "backend/test_xla_deep", "repo/test_notebook", "backend/test_aot_deep",
+    "repo/test_law_notebook", "hardware/test_checks", "backend/test_rendezvous", "backend/test_launch", "backend/test_xla_workers",
     "benchmarks/test_qat_quality", "scripts/test_compile_for_tpu", "faults/test_faults", "models/test_zoo_pipeline",
 )  # fmt: skip
 SLOW = (
@@ -32,7 +32,7 @@ SLOW = (
     "scripts/test_run_legal_assistant", "backend/test_aot", "scripts/test_resuming", "scripts/test_pretrain",
     "scripts/test_bad_input", "scripts/test_moved_models", "scripts/test_bad_run", "scripts/test_measure_perplexity",
     "backend/test_group", "scripts/test_train_musclebob", "train/test_memory", "scripts/test_train_tinystories",
-    "scripts/test_smoke_test", "models/test_zoo_uses", "run/test_resumed_run", "run/test_rundir",
+    "scripts/test_smoke_test", "models/test_zoo_uses",
 )  # fmt: skip
 
 
