@@ -24,7 +24,8 @@ from qat_lora.hardware import tiny
 # get the marker `slow`, which `make test-fast` deselects.
 DEEP = (
     "hosts/test_hosts", "backend/test_xla_deep", "repo/test_notebook", "backend/test_aot_deep",
-    "repo/test_law_notebook", "hardware/test_checks", "backend/test_rendezvous", "backend/test_launch", "backend/test_xla_workers",
+    "repo/test_law_notebook", "hardware/test_checks", "backend/test_rendezvous", "backend/test_launch",
+    "backend/test_xla_workers",
     "benchmarks/test_qat_quality", "scripts/test_compile_for_tpu", "faults/test_faults", "models/test_zoo_pipeline",
 )  # fmt: skip
 SLOW = (

@@ -1,5 +1,5 @@
-"""Does the suite catch a planted fault? Plants each of twenty faults in a copy of the checkout, one at a time, and names
-the first test that fails.
+"""Does the suite catch a planted fault? Plants twenty faults in a copy of the checkout, one at a time, and names the
+first test that fails.
 
 python tests/planted.py            every fault (half an hour)
 python tests/planted.py 3 16       some of them, by number

@@ -119,7 +119,7 @@ def _digest(content: bytes) -> str:
 
 def _output(command: list[str]) -> bytes:
     """What a compiler's command prints on standard error. Raises SubprocessError if it fails."""
-    return subprocess.run(command, cwd=SOURCE.parent, check=True, capture_output=True, timeout=60).stderr
+    return subprocess.run(command, cwd=SOURCE.parent, check=True, capture_output=True, timeout=600).stderr
 
 
 def try_gpu_kernels() -> ModuleType:

@@ -10,7 +10,7 @@ from gguf.constants import Keys
 
 from qat_lora.errors import UserError
 from qat_lora.models.gguf_settings import ARCHITECTURES, add_settings, unwritten
-from qat_lora.models.loading import load_config, load_tokenizer, model_source
+from qat_lora.models.loading import gguf_reader, load_config, load_tokenizer, model_source
 
 # llama.cpp's name for how a tokenizer splits text before merging, by the regular expression of its Split step.
 SPLITS = {
@@ -122,7 +122,7 @@ def _value_bytes(value, kind: GGUFValueType) -> int:
 # -- tokenizer -------------------------------------------------------------------------------------------------------
 def _copy_tokenizer(writer: GGUFWriter, path: Path) -> None:
     """Every tokenizer value of a GGUF file, unchanged."""
-    for key, field in GGUFReader(path).fields.items():
+    for key, field in gguf_reader(path).fields.items():
         if key.startswith("tokenizer."):
             inner = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
             writer.add_key_value(key, field.contents(), field.types[0], inner)

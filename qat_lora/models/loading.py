@@ -62,7 +62,7 @@ def _load(kind, name: str, **options):
     fault = hub_fault("model", name) if is_hub(name) else None
     try:  # if the hub cannot be reached, files downloaded by an earlier run still load
         # redirect_stderr: the GGUF reader shows its own progress bar
-        with _building, patch.object(gguf, "GGUFReader", _gguf_reader), redirect_stderr(io.StringIO()):
+        with _building, patch.object(gguf, "GGUFReader", gguf_reader), redirect_stderr(io.StringIO()):
             offline = fault is not None
             return kind.from_pretrained(**source, **options, trust_remote_code=False, local_files_only=offline)
     except Exception as error:  # transformers may raise anything for arbitrary files
@@ -74,7 +74,7 @@ def _parsed(path: str, size: int, time: int, read=gguf.GGUFReader) -> gguf.GGUFR
     return read(path)
 
 
-def _gguf_reader(path) -> gguf.GGUFReader:
+def gguf_reader(path) -> gguf.GGUFReader:
     """A cached GGUFReader: transformers parses a file three times (config, tokenizer, weights), and each pass takes
     seconds with a large vocabulary."""
     there = os.stat(path)
@@ -100,7 +100,7 @@ def _cannot_be_loaded(name: str, reason: str | Exception) -> UserError:
 def _full_config(name: str, state: tuple) -> PreTrainedConfig:
     config, source = _load(AutoConfig, name), model_source(name)
     if "gguf_file" in source:
-        lost = unread(_gguf_reader(Path(source["pretrained_model_name_or_path"], source["gguf_file"])), config)
+        lost = unread(gguf_reader(Path(source["pretrained_model_name_or_path"], source["gguf_file"])), config)
         if lost:
             raise UserError(
                 f"model {name!r} has {lost}, which transformers {transformers.__version__} does not read from a .gguf "

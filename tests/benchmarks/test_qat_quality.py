@@ -1,15 +1,14 @@
 """The quality benchmark: impossible settings are refused before anything is built, and the report is correct."""
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 from pydoc_data.topics import topics
+from types import SimpleNamespace
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from qat_lora.run.command_line import parse
 
 
 @pytest.mark.parametrize(
@@ -34,12 +33,9 @@ def test_results_of_other_settings_are_not_mixed(load_script, tmp_path):
     bench = load_script("qat_quality")
     for _ in range(2):
         bench.check_settings({"steps": 40, "text": "a"}, tmp_path)
-    for settings, words in (
-        ({"steps": 80, "text": "a"}, "steps 40, not 80"),
-        ({"steps": 40, "text": "b"}, "text a, not b"),
-    ):
+    for change, words in (({"steps": 80}, "steps 40, not 80"), ({"text": "b"}, "text a, not b")):
         with pytest.raises(bench.UserError, match=f"holds results with {words}"):
-            bench.check_settings(settings, tmp_path)
+            bench.check_settings({"steps": 40, "text": "a"} | change, tmp_path)
 
 
 def row(method, stage, seed, kl, seconds=100):
@@ -63,17 +59,25 @@ def test_the_report_gives_mean_and_range_over_seeds(load_script, tmp_path):
 
 
 @pytest.fixture
-def measure(sharp_model_dir, tmp_path):
-    """measure(methods): the rows of complete cells on the tiny model, each in its own process."""
+def measure(load_script, sharp_model_dir, tmp_path, monkeypatch):
+    """measure(methods): the rows of complete cells on the tiny model; only the first cell has a process of its own."""
+    bench, started = load_script("qat_quality"), []
     (tmp_path / "text.txt").write_text("\n".join(topics[key] for key in sorted(topics))[:60_000])
     flags = ["--dataset", tmp_path / "text.txt", "--other-dataset", tmp_path / "text.txt", "--device", "cpu"]
     flags += ["--precision", "fp32", "--grids", "int2/g64", "--seeds", "0", "--steps", "24", "--measured", "4"]
     flags += ["--calibration-rows", "4", "--model", sharp_model_dir, "--output-dir", tmp_path / "out"]
 
+    def cell(command: list[str]) -> subprocess.CompletedProcess:
+        started.append(command)
+        if len(started) == 1:
+            return subprocess.run(command)
+        bench.main(parse(bench.Config, "qat_quality", command[2:]))
+        return subprocess.CompletedProcess(command, 0)
+
     def run(methods: str) -> list[dict]:
-        words = [sys.executable, ROOT / "benchmarks" / "qat_quality.py", *flags, "--methods", methods]
-        done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        assert done.returncode == 0, done.stderr
+        monkeypatch.setattr(bench, "subprocess", SimpleNamespace(run=cell))
+        monkeypatch.setattr(sys, "argv", ["qat_quality.py", *map(str, flags), "--methods", methods])
+        bench.main(parse(bench.Config, "qat_quality", sys.argv[1:]))
         return [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
 
     return run
@@ -85,7 +89,7 @@ def test_our_methods_from_text_to_report(measure, tmp_path):
     stages = ["layers", "qat", "scales", "adapter"]
     assert list(kl) == ["mse mse", "efficientqat scales", "loftq adapter", *(f"ours {stage}" for stage in stages)]
     assert all(0 < value < 20 for value in kl.values()) and kl["ours adapter"] < kl["mse mse"]
-    bits = {f"{row['method']} {row['stage']}": row["bits"] for row in rows}
+    bits = dict(zip(kl, (row["bits"] for row in rows)))
     assert bits["mse mse"] == bits["ours scales"] == 2.25 and bits["ours adapter"] == bits["loftq adapter"] > 2.25
     assert "| ours: adapter |" in (tmp_path / "out" / "report.md").read_text()
     assert measure("mse,efficientqat,loftq,ours") == rows, "the same command again has nothing left to do"

@@ -5,13 +5,11 @@ import shutil
 
 import pytest
 import torch
+from small import CPU
 from transformers import AutoTokenizer
 
-from qat_lora.errors import UserError
 from qat_lora.kd.dataset import KDCacheDataset
-from qat_lora.run.command_line import parse
 
-CPU = ["--device", "cpu", "--precision", "fp32"]
 LAW = "--count 40 --length 512 --batch-size 2 --accumulation-steps 1 --epochs 0.1 --lora-r 2 --eval-answers 0 "
 LAW = (LAW + "--final-answers 1 --answer-rows 1 --max-new-tokens 2").split()
 BOB = "--num-samples 4 --epochs 1 --sft-only --sft-epochs 1 --sft-batch-size 4 --max-prompt-length 200 "
@@ -32,15 +30,6 @@ def base_dir(sharp_model_dir, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def run(load_script):
-    def main(script: str, *flags) -> None:
-        module = load_script(script)
-        module.main(parse(module.Config, script, list(map(str, flags))))
-
-    return main
-
-
-@pytest.fixture(scope="module")
 def chats(tmp_path_factory):
     path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
     talk = [{"role": "user", "content": "What is 2+2?"}, {"role": "assistant", "content": "It is 4."}]
@@ -48,50 +37,39 @@ def chats(tmp_path_factory):
     return path
 
 
-def test_the_error_names_the_chat_template_option(run, refusal, base_dir, chats, tmp_path, capsys):
-    text = ["--dataset", chats, "--length", 16]
-    for script, flags in (
-        ("build_kd_cache", [*text, "--cache-dir", tmp_path / "c"]),
-        ("measure_perplexity", text),
-        ("train_cot_sft", [*LAW, "--output-dir", tmp_path / "r"]),
-        ("run_inference", ["--prompt", "Hi"]),
-        ("train_musclebob_improved", [*BOB, "--output-dir", tmp_path / "r"]),
-        ("run_legal_assistant", ["--question", "Hi"]),
-    ):
-        flags = ["--model", base_dir, *flags, "--device", "cpu"]
-        if script.startswith("run_"):
-            with pytest.raises(UserError, match="--chat-template"):
-                run(script, *flags)
-            capsys.readouterr()
-        else:
-            assert "--chat-template" in refusal(script, *flags)
+@pytest.fixture
+def scripts(chats, tmp_path):
+    """Flags for every script that renders conversations; dry runs for those that train."""
+    text = ["--dataset", chats, "--length", 32]
+    return {
+        "build_kd_cache": [*text, "--max-rows", 8, "--cache-dir", tmp_path / "c", "--dry-run"],
+        "measure_perplexity": [*text, "--max-windows", 1],
+        "train_cot_sft": [*LAW, "--output-dir", tmp_path / "r", "--dry-run"],
+        "train_musclebob_improved": [*BOB, "--output-dir", tmp_path / "r", "--dry-run"],
+        "run_inference": ["--prompt", "Hi", "--max-new-tokens", 2],
+        "run_legal_assistant": ["--question", "Hi", "--max-new-tokens", 2],
+    }
+
+
+def test_the_error_names_the_chat_template_option(refuse, base_dir, scripts, tmp_path):
+    for script, flags in scripts.items():
+        real = [flag for flag in flags if flag != "--dry-run"]
+        assert "--chat-template" in refuse(script, "--model", base_dir, *real, "--device", "cpu")
     assert not (tmp_path / "r").exists()
 
 
-def test_a_base_model_renders_chat_rows_with_a_given_template(run, base_dir, chats, tmp_path, capsys):
-    template = ["--model", base_dir, "--chat-template", "llama3"]
-    run(
-        "build_kd_cache",
-        *template,
-        "--dataset",
-        chats,
-        "--length",
-        32,
-        "--max-rows",
-        8,
-        "--cache-dir",
-        tmp_path / "c",
-        *CPU,
-    )
+def test_a_base_model_renders_chat_rows_with_a_given_template(run, base_dir, scripts, tmp_path, capsys):
+    template = ["--model", base_dir, "--chat-template", "llama3", *CPU]
+    run("build_kd_cache", *template, *scripts["build_kd_cache"], "--dry-run", "false")
     tokenizer = AutoTokenizer.from_pretrained(base_dir)
     said = tokenizer.decode(torch.cat([item["tokens"] for item in KDCacheDataset(tmp_path / "c")]))
     assert "<|end_header_id|>\n\nIt is 4.<|pad|><|start_header_id|>user" in said
-    run("measure_perplexity", *template, "--dataset", chats, "--length", 32, "--max-windows", 2, "--device", "cpu")
-    run("run_inference", *template, "--prompt", "Hi", "--max-new-tokens", 2, "--device", "cpu")
+    run("measure_perplexity", *template, *scripts["measure_perplexity"])
+    run("run_inference", *template, *scripts["run_inference"])
     assert "PPL" in capsys.readouterr().out
 
 
-def test_a_legal_fine_tune_of_a_base_model_saves_its_template(run, base_dir, tmp_path, capsys):
+def test_a_legal_fine_tune_of_a_base_model_saves_its_template(run, refuse, base_dir, tmp_path):
     template = tmp_path / "law.jinja"
     template.write_text(
         "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}"
@@ -104,8 +82,7 @@ def test_a_legal_fine_tune_of_a_base_model_saves_its_template(run, base_dir, tmp
     with pytest.raises(SystemExit):  # finished: the same template under another path counts as the same run
         run("train_cot_sft", *flags, "--chat-template", moved, "--resume", "auto")
     moved.write_text(moved.read_text().replace(": ", "> "))
-    with pytest.raises(UserError, match="is a run of another config"):
-        run("train_cot_sft", *flags, "--chat-template", moved, "--resume", "auto")
+    assert "is a run of another config" in refuse("train_cot_sft", *flags, "--chat-template", moved, "--resume", "auto")
     run("run_legal_assistant", "--run", tmp_path / "r", "--question", "When?", "--device", "cpu")
 
 
@@ -117,18 +94,15 @@ def test_a_musclebob_fine_tune_of_a_base_model_saves_its_template(run, base_dir,
     assert "| musclebob |" in capsys.readouterr().out
 
 
-def test_sft_with_bos_saves_a_tokenizer_that_adds_one_bos(run, base_dir, load_script, tmp_path, monkeypatch, capsys):
-    folder = tmp_path / "bos"
-    shutil.copytree(base_dir, folder)
+def test_sft_with_bos_saves_a_tokenizer_that_adds_one_bos(run, base_dir, tmp_path):
+    folder = shutil.copytree(base_dir, tmp_path / "bos")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.bos_token = "<|im_start|>"
     tokenizer.save_pretrained(folder)
-    run("train_cot_sft", "--model", folder, *LAW, *CPU, "--output-dir", tmp_path / "r", "--chat-template", "llama3",
-        "--bos", "on")  # fmt: skip
+    flags = ["--model", folder, *LAW, *CPU, "--output-dir", tmp_path / "r", "--chat-template", "llama3"]
+    run("train_cot_sft", *flags, "--bos", "on")
     saved = AutoTokenizer.from_pretrained(tmp_path / "r" / "model")
-    asked = saved.apply_chat_template(
-        [{"role": "user", "content": "Hi"}], add_generation_prompt=True, return_dict=False
-    )
+    asked = saved.apply_chat_template([{"role": "user", "content": "Hi"}], return_dict=False)
     assert asked[0] == saved.bos_token_id and asked.count(saved.bos_token_id) == 1
 
 
@@ -154,40 +128,22 @@ def with_template(folder, template):
     return folder
 
 
-@pytest.fixture
-def scripts(chats, tmp_path):
-    """Flags for every script that renders conversations; dry runs for those that train."""
-    text = ["--dataset", chats, "--length", 32]
-    return {
-        "build_kd_cache": [*text, "--max-rows", 8, "--cache-dir", tmp_path / "c", "--dry-run"],
-        "measure_perplexity": [*text, "--max-windows", 1],
-        "train_cot_sft": [*LAW, "--output-dir", tmp_path / "r", "--dry-run"],
-        "train_musclebob_improved": [*BOB, "--output-dir", tmp_path / "r", "--dry-run"],
-        "run_inference": ["--prompt", "Hi", "--max-new-tokens", 2],
-        "run_legal_assistant": ["--question", "Hi", "--max-new-tokens", 2],
-    }
-
-
-def test_a_template_that_opens_a_thought_works_with_and_without_thinking(run, base_dir, scripts, tmp_path, capsys):
+def test_a_template_that_opens_a_thought_works_with_and_without_thinking(run, refuse, base_dir, scripts, tmp_path):
     folder = with_template(shutil.copytree(base_dir, tmp_path / "opens"), OPENS)
     for script, flags in scripts.items():
         for thinking in ("on", "off"):
             run(script, "--model", folder, *flags, "--thinking", thinking, "--device", "cpu")
     for script in ("train_cot_sft", "train_musclebob_improved", "run_inference", "run_legal_assistant"):
-        with pytest.raises(UserError, match="--thinking 'maybe' is not one of on, off"):
-            run(script, "--model", folder, *scripts[script], "--thinking", "maybe", "--device", "cpu")
-
-
-def test_a_model_whose_template_opens_a_thought_can_be_fine_tuned(run, base_dir, tmp_path, capsys):
-    folder = with_template(shutil.copytree(base_dir, tmp_path / "opens"), OPENS)
+        said = refuse(script, "--model", folder, *scripts[script], "--thinking", "maybe", "--device", "cpu")
+        assert "--thinking 'maybe' is not one of on, off" in said
     run("train_cot_sft", "--model", folder, *LAW, *CPU, "--output-dir", tmp_path / "r")
     run("run_legal_assistant", "--run", tmp_path / "r", "--question", "When?", "--device", "cpu")
 
 
-def test_named_templates_without_a_default_are_chosen_by_name(run, base_dir, scripts, tmp_path, capsys):
+def test_named_templates_without_a_default_are_chosen_by_name(run, refuse, base_dir, scripts, tmp_path):
     folder = with_template(shutil.copytree(base_dir, tmp_path / "named"), {"plain": PLAIN, "tool_use": OPENS})
     for script, flags in scripts.items():
         flags = ["--model", folder, *flags, "--device", "cpu"]
-        with pytest.raises(UserError, match=r"named plain, tool_use and no default; .* --chat-template plain"):
-            run(script, *flags)
+        said = refuse(script, *flags)
+        assert "named plain, tool_use and no default" in said and "--chat-template plain" in said
         run(script, *flags, "--chat-template", "plain")

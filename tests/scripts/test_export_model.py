@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -14,18 +13,17 @@ import pytest
 import torch
 from gguf import GGUFReader
 from locked import locked
+from small import full_disk
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qat_lora.errors import UserError
-from qat_lora.export import gguf as export
+from qat_lora.errors import ROOT, UserError
+from qat_lora.export import gguf
 from qat_lora.lora.adapter import write_origin
 from qat_lora.models.loading import load_model
 from qat_lora.quant.init import initialise
 from qat_lora.quant.student import StudentSpec, quantize, read_student, save_student
-from qat_lora.run.command_line import parse
 from qat_lora.run.files import sha256
 
-ROOT = Path(__file__).resolve().parents[2]
 SPEC = StudentSpec(mlp="int2/g64", attn="balanced4/g32")
 
 
@@ -42,14 +40,24 @@ def files(tiny_model_dir, make_adapter, tmp_path_factory):
 
 
 @pytest.fixture
-def run(load_script, files, tmp_path, capsys):
-    """run(*flags): export the student to tmp_path/out and return the printed lines."""
-    script = load_script("export_model")
+def export(run, files, tmp_path, capsys):
+    """export(*flags): export the student to tmp_path/out and return the printed lines."""
 
     def main(*flags) -> list[str]:
-        flags = ["--checkpoint", files[0], "--output-dir", tmp_path / "out", *flags]
-        script.main(parse(script.Config, "export_model", list(map(str, flags))))
+        run("export_model", "--checkpoint", files[0], "--output-dir", tmp_path / "out", *flags)
         return capsys.readouterr().out.splitlines()
+
+    return main
+
+
+@pytest.fixture
+def refused(refusal, files, tmp_path):
+    """refused(*flags): the error; nothing is exported."""
+
+    def main(*flags) -> str:
+        said = refusal("export_model", "--checkpoint", files[0], "--output-dir", tmp_path / "out", *flags)
+        assert not (tmp_path / "out").exists() and not (tmp_path / ".out.part").exists()
+        return said
 
     return main
 
@@ -59,28 +67,21 @@ def names(folder: Path) -> list[str]:
 
 
 # -- exports ---------------------------------------------------------------------------------------------------------
-def test_gguf_with_its_adapter(run, files, tmp_path):
-    lines = run("--adapter", files[1])
+def test_gguf_with_its_adapter(export, files, tmp_path):
+    lines = export("--adapter", files[1])
     out = tmp_path / "out"
     assert names(out) == ["adapter.gguf", "export.json", "model.gguf"] and names(tmp_path) == ["out"]
-    table = [line.split()[:4] for line in lines if " tensors" in line]
-    assert table == [
-        ["embedding,", "head", "—", "F16"],
-        ["attention", "balanced4/g32", "Q4_1", "8"],
-        ["mlp", "int2/g64", "Q2_0", "6"],
-        ["norms,", "biases", "—", "F32"],
-        ["adapter", "—", "F32", "8"],
-    ]
+    types = {"embedding, head —": "F16", "attention balanced4/g32": "Q4_1", "mlp int2/g64": "Q2_0"}
+    types["norms, biases —"] = "F32"
+    table = [" ".join(line.split()) for line in lines if " tensors" in line]
+    wanted = [*(f"{part} {kind}" for part, kind in types.items()), "adapter — F32 8 tensors"]
+    assert len(table) == len(wanted) and all(map(str.startswith, table, wanted))
+    assert "Q4_1 8 tensors" in table[1] and "Q2_0 6 tensors" in table[2]
     note = json.loads((out / "export.json").read_text())
     for name, sizes in note["bytes"].items():
         assert sizes["written"] == sizes["computed"] == (out / name).stat().st_size
     assert note["bytes"].keys() == {"model.gguf", "adapter.gguf"}
-    assert note["types"] == {
-        "embedding, head —": "F16",
-        "attention balanced4/g32": "Q4_1",
-        "mlp int2/g64": "Q2_0",
-        "norms, biases —": "F32",
-    }
+    assert note["types"] == types
     attention, mlp = 2 * (2 * 64 * 64 + 2 * 32 * 64), 2 * 3 * 64 * 128
     assert note["bits_per_weight"] == pytest.approx((5 * attention + 2.25 * mlp) / (attention + mlp), rel=1e-12)
     assert note["student_bits_per_weight"] == pytest.approx((4.5 * attention + 2.25 * mlp) / (attention + mlp))
@@ -90,8 +91,8 @@ def test_gguf_with_its_adapter(run, files, tmp_path):
     assert re.fullmatch(r"[0-9a-f]{7,}( with changes)?|nogit", note["commit"])
 
 
-def test_merging_reports_the_added_size(run, files, tmp_path):
-    lines = run("--adapter", files[1], "--adapter-as", "merged")
+def test_merging_reports_the_added_size(export, files, tmp_path):
+    lines = export("--adapter", files[1], "--adapter-as", "merged")
     types = {t.name: t.tensor_type.name for t in GGUFReader(tmp_path / "out" / "model.gguf").tensors}
     assert types["blk.0.attn_q.weight"] == types["blk.1.ffn_down.weight"] == "F16"
     assert types["blk.0.attn_k.weight"] == "Q4_1" and types["blk.0.ffn_up.weight"] == "Q2_0"
@@ -101,8 +102,8 @@ def test_merging_reports_the_added_size(run, files, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["hf", "merged"])
-def test_hf_folder(run, files, tmp_path, kind):
-    lines = run("--adapter", files[1], "--format", kind)
+def test_hf_folder(export, files, tmp_path, kind):
+    lines = export("--adapter", files[1], "--format", kind)
     out = tmp_path / "out"
     assert (out / "adapter").is_dir() == (kind == "hf")
     assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"} <= set(names(out))
@@ -117,50 +118,45 @@ def test_hf_folder(run, files, tmp_path, kind):
 
 
 @pytest.mark.parametrize("flags", [["--format", "hf"], ["--format", "gguf"], ["--gguf-type", "F16"]])
-def test_dry_run_prints_the_size_and_writes_nothing(run, tmp_path, flags):
-    plan = run(*flags, "--dry-run")
+def test_dry_run_prints_the_size_and_writes_nothing(export, tmp_path, flags):
+    plan = export(*flags, "--dry-run")
     assert names(tmp_path) == []
-    assert plan == run(*flags)[: len(plan)]
+    assert plan == export(*flags)[: len(plan)]
     assert re.search(r"[\d.]+ MB", plan[-1])
 
 
-def test_the_output_folder_may_be_empty_or_deeply_nested(run, tmp_path):
+def test_the_output_folder_may_be_empty_or_deeply_nested(export, tmp_path):
     (tmp_path / "out").mkdir()
-    run()
-    run("--output-dir", tmp_path / "a" / "b" / "c")
+    export()
+    export("--output-dir", tmp_path / "a" / "b" / "c")
     for out in (tmp_path / "out", tmp_path / "a" / "b" / "c"):
         assert names(out) == ["export.json", "model.gguf"]
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------
-def test_an_export_that_reads_back_differently_is_deleted(run, tmp_path, monkeypatch):
-    encode = export.encode
+def test_an_export_that_reads_back_differently_is_deleted(export, tmp_path, monkeypatch):
+    encode = gguf.encode
 
     def faulty(kind, spec, codes, scale):
         data = encode(kind, spec, codes, scale)
         data[-1, -1] ^= 1
         return data
 
-    monkeypatch.setattr(export, "encode", faulty)
+    monkeypatch.setattr(gguf, "encode", faulty)
     with pytest.raises(UserError, match="changed between writing and reading back, so it is not kept"):
-        run()
+        export()
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("flags", [["--format", "gguf"], ["--format", "hf"]])
-def test_full_disk_leaves_nothing(run, tmp_path, flags):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))
-    try:
-        with pytest.raises(UserError, match="could not be written"):
-            run(*flags)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+@pytest.mark.parametrize("kind", ["gguf", "hf"])
+def test_full_disk_leaves_nothing(export, tmp_path, kind):
+    with full_disk(60_000), pytest.raises(UserError, match="could not be written"):
+        export("--format", kind)
     assert names(tmp_path) == []
-    run(*flags)
+    export("--format", kind)
 
 
-def test_a_killed_export_leaves_no_output_folder_and_the_next_one_succeeds(run, files, tmp_path):
+def test_a_killed_export_leaves_no_output_folder_and_the_next_one_succeeds(export, files, tmp_path):
     code = (
         "import sys, time; from qat_lora.export import gguf; sys.argv[0] = 'export_model.py'\n"
         "write = gguf.write_gguf\n"
@@ -174,24 +170,26 @@ def test_a_killed_export_leaves_no_output_folder_and_the_next_one_succeeds(run, 
     try:
         assert any("written" in line for line in process.stdout)
         with pytest.raises(UserError, match="another process is writing"):
-            run()
+            export()
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert names(tmp_path) == [".out.part"]
-    run()
+    export()
     assert names(tmp_path) == ["out"] and names(tmp_path / "out") == ["export.json", "model.gguf"]
 
 
-def test_existing_outputs_are_not_overwritten(refusal, run, files, tmp_path):
-    run()
+def test_existing_outputs_are_not_overwritten_and_missing_options_are_named(refusal, export, files, tmp_path):
+    export()
     before = (tmp_path / "out" / "model.gguf").read_bytes()
     flags = ["--checkpoint", files[0], "--output-dir"]
     assert "already exists and nothing is overwritten" in refusal("export_model", *flags, tmp_path / "out")
     assert (tmp_path / "out" / "model.gguf").read_bytes() == before
     assert "already exists" in refusal("export_model", *flags, files[0])
+    assert "--checkpoint is missing" in refusal("export_model", "--output-dir", "x")
+    assert "--output-dir is missing" in refusal("export_model", *flags[:2])
     with locked(tmp_path / ".new.part"), pytest.raises(UserError, match="another process is writing"):
-        run("--output-dir", tmp_path / "new")
+        export("--output-dir", tmp_path / "new")
 
 
 @pytest.mark.parametrize(
@@ -203,36 +201,25 @@ def test_existing_outputs_are_not_overwritten(refusal, run, files, tmp_path):
         (["--format", "merged"], "needs the --adapter"),
         (["--adapter-as", "merged"], "is for --format gguf with an"),
         (["--format", "hf", "--gguf-type", "Q4_0"], "--gguf-type Q4_0 is for --format gguf"),
-        (["--gguf-typ", "Q4_0"], "did you mean --gguf-type?"),
         (["--adapter", "/no/such/adapter"], "no such folder"),
         (["--gguf-type", "Q4_0"], "Q4_0 cannot hold model.layers.0.self_attn.q_proj, which is balanced4/g32"),
         (["--gguf-type", "Q2_0"], "use Q4_1, Q8_0, F16, or auto"),
     ],
 )
-def test_bad_flags(refusal, files, tmp_path, flags, words):
-    flags = ["--checkpoint", files[0], "--output-dir", tmp_path / "out", *flags]
-    assert words in refusal("export_model", *flags)
-    assert names(tmp_path) == []
+def test_bad_flags(refused, flags, words):
+    assert words in refused(*flags)
 
 
-def test_missing_flags(refusal, files):
-    assert "--checkpoint is missing" in refusal("export_model", "--output-dir", "x")
-    assert "--output-dir is missing" in refusal("export_model", "--checkpoint", files[0])
-
-
-def test_missing_damaged_and_untrained_students_are_refused(refusal, files, tmp_path):
-    said = refusal("export_model", "--output-dir", tmp_path / "out", "--checkpoint", tmp_path / "no.pt")
-    assert "no such file" in said
+def test_missing_damaged_and_untrained_students_are_refused(refused, files, tmp_path):
+    assert "no such file" in refused("--checkpoint", tmp_path / "no.pt")
     (tmp_path / "cut.pt").write_bytes(files[0].read_bytes()[:-2000])
-    said = refusal("export_model", "--output-dir", tmp_path / "out", "--checkpoint", tmp_path / "cut.pt")
-    assert "damaged" in said
+    assert "damaged" in refused("--checkpoint", tmp_path / "cut.pt")
     torch.save(read_student(files[0]) | {"info": {"step": 0, "trained": False}}, tmp_path / "raw.pt")
-    said = refusal("export_model", "--output-dir", tmp_path / "out", "--checkpoint", tmp_path / "raw.pt")
+    said = refused("--checkpoint", tmp_path / "raw.pt")
     assert "is untrained" in said and "step 0" in said
-    assert not (tmp_path / "out").exists()
 
 
-def test_an_adapter_of_another_student_is_refused(refusal, files, tmp_path):
+def test_an_adapter_of_another_student_is_refused(refused, files, tmp_path):
     torch.save(read_student(files[0]) | {"info": {"step": 8}}, tmp_path / "other.pt")
-    flags = ["--output-dir", tmp_path / "out", "--checkpoint", tmp_path / "other.pt", "--adapter", files[1]]
-    assert "was trained on another student" in refusal("export_model", *flags)
+    said = refused("--checkpoint", tmp_path / "other.pt", "--adapter", files[1])
+    assert "was trained on another student" in said

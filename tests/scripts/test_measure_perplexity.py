@@ -5,21 +5,19 @@ import math
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from peft import IA3Config, LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tokenizers import processors
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from qat_lora.errors import ROOT
 from qat_lora.models.loading import load_model
 from qat_lora.quant.student import load_student, read_student
-from qat_lora.run.command_line import parse
 
-ROOT = Path(__file__).resolve().parents[2]
 LENGTH = 32
 MLP_WEIGHTS, ATTENTION_WEIGHTS = 2 * 3 * 64 * 128, 2 * (2 * 64 * 64 + 2 * 32 * 64)
 MLP_SCALES, ATTENTION_SCALES = MLP_WEIGHTS // 32, 2 * 4 * (2 * (64 + 64 + 1) + 2 * (32 + 64 + 1))
@@ -44,35 +42,43 @@ def tokens(text, tiny_tokenizer):
 
 
 @pytest.fixture(scope="module")
-def tiny_student(make_student, tiny_model_dir):
-    return make_student(tiny_model_dir)
-
-
-@pytest.fixture(scope="module")
 def tiny_adapter(make_adapter, tiny_model_dir):
     return make_adapter(tiny_model_dir)
 
 
 @pytest.fixture
-def measure(load_script, text, tiny_model_dir, capsys):
-    """measure(*flags): the JSON figures of one run on the text."""
-    script = load_script("measure_perplexity")
+def flags(text):
+    """Flags for windows of the text."""
+    return ["--dataset", text, "--length", LENGTH]
 
-    def run(*flags) -> dict:
-        flags = ["--dataset", text, "--length", LENGTH, "--device", "cpu", "--json", *flags]
-        if not {"--checkpoint", "--model"} & set(flags):
-            flags += ["--model", tiny_model_dir]
-        script.main(parse(script.Config, "measure_perplexity", list(map(str, flags))))
+
+@pytest.fixture
+def measure(run, flags, tiny_model_dir, capsys):
+    """measure(*flags): the JSON figures of one run on the text."""
+
+    def figures(*more) -> dict:
+        base = [] if {"--checkpoint", "--model"} & set(more) else ["--model", tiny_model_dir]
+        run("measure_perplexity", *flags, *base, "--device", "cpu", "--json", *more)
         return json.loads(capsys.readouterr().out)
 
-    return run
+    return figures
+
+
+@pytest.fixture
+def said(refusal, flags):
+    """said(*flags): the error of one run on the text."""
+    return lambda *more: refusal("measure_perplexity", *flags, *more)
+
+
+def windows(tokens):
+    return tokens[: len(tokens) // LENGTH * LENGTH].view(-1, LENGTH)
 
 
 @torch.no_grad()
 def blocked_nll(model, tokens) -> float:
     """HF's own loss, averaged over the windows."""
-    windows = tokens[: len(tokens) // LENGTH * LENGTH].view(-1, LENGTH)
-    return sum(model(window[None], labels=window[None]).loss.item() for window in windows) / len(windows)
+    model = model if isinstance(model, torch.nn.Module) else load_model(str(model))
+    return sum(model(row[None], labels=row[None]).loss.item() for row in windows(tokens)) / len(windows(tokens))
 
 
 def other_model(folder, tokenizer, seed=5, **changes):
@@ -86,13 +92,12 @@ def other_model(folder, tokenizer, seed=5, **changes):
 
 
 # -- perplexity -----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("batch_size", [1, 3, 100])
-def test_blocked_mode_equals_the_loss_of_hf(measure, tokens, tiny_model_dir, batch_size):
-    figures = measure("--batch-size", batch_size)
-    expected = blocked_nll(load_model(str(tiny_model_dir)), tokens)
+@pytest.mark.parametrize("more, count", [([], None), (["--batch-size", 3], None), (["--max-windows", 3], 3)])
+def test_blocked_mode_equals_the_loss_of_hf(measure, tokens, tiny_model_dir, more, count):
+    figures, count = measure(*more), count or len(windows(tokens))
+    expected = blocked_nll(tiny_model_dir, tokens[: count * LENGTH])
     assert figures["nll"] == pytest.approx(expected, rel=1e-5)
     assert figures["ppl"] == pytest.approx(math.exp(expected), rel=1e-4)
-    count = len(tokens) // LENGTH
     assert (figures["windows"], figures["tokens"]) == (count, count * (LENGTH - 1))
     assert "kl" not in figures
 
@@ -117,11 +122,6 @@ def test_sliding_counts_each_token_once_with_half_a_window_as_default_stride(mea
     assert figures["tokens"] == LENGTH - 1 + (count - 1) * LENGTH // 2
 
 
-def test_max_windows_limits_to_the_start_of_the_text(measure, tokens, tiny_model_dir):
-    first = blocked_nll(load_model(str(tiny_model_dir)), tokens[: 3 * LENGTH])
-    assert measure("--max-windows", 3)["nll"] == pytest.approx(first, rel=1e-5)
-
-
 def test_bf16_is_reported_and_changes_the_figure_slightly(measure):
     exact, rounded = measure(), measure("--precision", "bf16")
     assert (exact["precision"], rounded["precision"]) == ("fp32", "bf16")
@@ -136,12 +136,18 @@ def test_the_kl_of_a_model_to_itself_is_0(measure, tiny_model_dir):
 
 @torch.no_grad()
 def test_kl_equals_a_dense_reference(measure, tokens, tiny_model_dir, tiny_tokenizer, tmp_path):
-    folder = other_model(tmp_path, tiny_tokenizer)
-    windows = tokens[: len(tokens) // LENGTH * LENGTH].view(-1, LENGTH)
-    ours, theirs = (load_model(str(m))(windows).logits[:, :-1].log_softmax(-1) for m in (tiny_model_dir, folder))
-    expected = F.kl_div(ours, theirs, log_target=True, reduction="none").sum(-1).mean().item()
-    assert measure("--teacher", folder)["kl"] == pytest.approx(expected, rel=1e-4)
-    assert expected > 1e-3
+    """A wider teacher's extra ids are left out; probability that the model gives to its own extra ids counts against
+    it."""
+    other_model(tmp_path / "same", tiny_tokenizer)
+    other_model(tmp_path / "wide", tiny_tokenizer, vocab_size=520)
+    shutil.copytree(tiny_model_dir, tmp_path / "tiny")
+    logits = {path.name: load_model(str(path))(windows(tokens)).logits[:, :-1] for path in tmp_path.iterdir()}
+    for model, teacher in (("tiny", "same"), ("tiny", "wide"), ("wide", "tiny")):
+        ours, theirs = logits[model].log_softmax(-1)[..., :512], logits[teacher][..., :512].log_softmax(-1)
+        kl = (theirs.exp() * (theirs - ours)).sum(-1).mean().item()
+        figures = measure("--model", tmp_path / model, "--teacher", tmp_path / teacher)
+        assert kl > 1e-3 and figures["kl"] == pytest.approx(kl, rel=1e-4)
+        assert figures["nll"] == pytest.approx(blocked_nll(tmp_path / model, tokens), rel=1e-5)
 
 
 # -- student and adapter --------------------------------------------------------------------------------------------
@@ -167,33 +173,19 @@ def merged(model, folder):
     return model
 
 
-def with_alpha(folder, target, alpha):
-    shutil.copytree(folder, target)
-    config = json.loads((target / "adapter_config.json").read_text())
-    (target / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": alpha}))
-    return target
-
-
-@pytest.mark.parametrize("alpha", [8, 24])
-def test_an_adapter_is_applied_with_its_alpha(measure, tokens, tiny_student, tiny_adapter, tmp_path, alpha):
-    folder = with_alpha(tiny_adapter, tmp_path / "adapter", alpha)
-    figures = measure("--checkpoint", tiny_student, "--adapter", folder)
+def test_an_adapter_is_applied_with_its_alpha_and_its_size_is_counted_once(
+    measure, tokens, tiny_student, tiny_adapter, tmp_path
+):
+    folder = shutil.copytree(tiny_adapter, tmp_path / "adapter")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 24}))
+    without, figures = (measure("--checkpoint", tiny_student, *adapter) for adapter in ([], ["--adapter", folder]))
     student, _ = load_student(tiny_student)
-    alone = blocked_nll(student, tokens)
     assert figures["nll"] == pytest.approx(blocked_nll(merged(student, folder), tokens), rel=1e-5)
-    assert figures["nll"] != pytest.approx(alone, rel=1e-4)
-
-
-def test_an_adapters_size_is_counted_once(measure, tiny_student, tiny_adapter):
-    without, figures = (
-        measure("--checkpoint", tiny_student),
-        measure("--checkpoint", tiny_student, "--adapter", tiny_adapter),
-    )
-    more = 16 * ADAPTER_VALUES
-    assert figures["bits_per_weight"] - without["bits_per_weight"] == pytest.approx(
-        more / (MLP_WEIGHTS + ATTENTION_WEIGHTS), rel=1e-9
-    )
-    assert figures["mb"] - without["mb"] == pytest.approx(more / 8e6, rel=1e-9)
+    assert figures["nll"] != pytest.approx(without["nll"], rel=1e-4)
+    more = {name: figures[name] - without[name] for name in ("bits_per_weight", "mb")}
+    assert more["bits_per_weight"] == pytest.approx(16 * ADAPTER_VALUES / (MLP_WEIGHTS + ATTENTION_WEIGHTS), rel=1e-9)
+    assert more["mb"] == pytest.approx(16 * ADAPTER_VALUES / 8e6, rel=1e-9)
 
 
 def test_an_adapter_is_applied_to_the_base_model(measure, tokens, tiny_model_dir, tiny_adapter):
@@ -210,22 +202,19 @@ def test_an_adapter_is_applied_to_the_base_model(measure, tokens, tiny_model_dir
 # -- output ---------------------------------------------------------------------------------------------------------
 def test_json_output_names_its_inputs(measure, text, tiny_student, tiny_model_dir, tiny_adapter):
     figures = measure("--checkpoint", tiny_student, "--adapter", tiny_adapter, "--teacher", tiny_model_dir)
-    assert (figures["model"], figures["dataset"]) == (str(tiny_model_dir), str(text))
-    assert (figures["checkpoint"], figures["adapter"]) == (str(tiny_student), str(tiny_adapter))
+    inputs = {"model": tiny_model_dir, "dataset": text, "checkpoint": tiny_student, "adapter": tiny_adapter}
+    assert {name: figures[name] for name in inputs} == {name: str(value) for name, value in inputs.items()}
     assert figures["kl"] > 0 and "note" not in figures
 
 
 def test_dry_run_prints_the_plan_and_measures_nothing(measure, tokens):
     plan = measure("--dry-run")
-    assert plan["windows"] == len(tokens) // LENGTH
-    assert not {"nll", "ppl"} & plan.keys()
+    assert plan["windows"] == len(windows(tokens)) and not {"nll", "ppl"} & plan.keys()
 
 
-def test_plain_output_shows_the_same_figures(load_script, text, tiny_model_dir, measure, capsys):
+def test_plain_output_shows_the_same_figures(run, flags, tiny_model_dir, measure, capsys):
     figures = measure()
-    script = load_script("measure_perplexity")
-    flags = ["--dataset", str(text), "--length", str(LENGTH), "--model", str(tiny_model_dir), "--device", "cpu"]
-    script.main(parse(script.Config, "measure_perplexity", flags))
+    run("measure_perplexity", *flags, "--model", tiny_model_dir, "--device", "cpu")
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["model", "text", "NLL", "PPL", "size"]
     assert f"{figures['nll']:.4f} nats" in lines[2] and f"{figures['windows']} windows of {LENGTH}" in lines[1]
@@ -241,12 +230,11 @@ def test_a_note_says_that_the_embedded_model_is_4_bit(measure, load_script, tiny
 
 
 @pytest.mark.xla
-def test_xla_gives_the_same_figures_as_the_cpu(measure, text, tiny_student, tiny_adapter, tiny_model_dir):
-    flags = ["--checkpoint", tiny_student, "--adapter", tiny_adapter, "--teacher", tiny_model_dir, "--batch-size", 2]
-    command = [sys.executable, ROOT / "scripts/measure_perplexity.py", "--json", "--dataset", text, "--length", LENGTH]
-    command = list(map(str, [*command, *flags, "--device", "xla"]))
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    there, here = json.loads(done.stdout), measure(*flags)
+def test_xla_gives_the_same_figures_as_the_cpu(measure, flags, tiny_student, tiny_adapter, tiny_model_dir):
+    more = ["--checkpoint", tiny_student, "--adapter", tiny_adapter, "--teacher", tiny_model_dir, "--batch-size", 2]
+    command = [sys.executable, ROOT / "scripts/measure_perplexity.py", "--json", *flags, *more, "--device", "xla"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True)
+    there, here = json.loads(done.stdout), measure(*more)
     assert there.pop("device") == "xla" and here.pop("device") == "cpu"
     for name in ("nll", "ppl", "kl"):
         assert there.pop(name) == pytest.approx(here.pop(name), rel=1e-4)
@@ -263,11 +251,9 @@ def test_xla_gives_the_same_figures_as_the_cpu(measure, text, tiny_student, tiny
         (["--mode", "sliding", "--stride", "0"], "from 1 to 511"),
         (["--length", "1"], "--length 1 must be at least 2; less leaves nothing to predict"),
         (["--max-windows", "0"], "--max-windows 0 must be at least 1"),
-        (["--thinking", "maybe"], "--thinking 'maybe' is not one of"),
         (["--streaming"], "--max-windows"),
-        (["--max-window", "3"], "did you mean --max-windows?"),
-        (["--precision", "fp16"], "not one of auto, fp32, bf16"),
         (["--model", "/no/such/model"], "no such folder"),
+        (["--bos", "never"], "is not one of auto, on, off"),
         (["--checkpoint", "/no/such/best.pt"], "no such file; train_qat.py writes best.pt"),
     ],
 )
@@ -275,55 +261,36 @@ def test_bad_flags(refusal, flags, words):
     assert words in refusal("measure_perplexity", *flags)
 
 
-def test_bad_text(refusal, tiny_model_dir, tmp_path):
-    short = tmp_path / "short.txt"
-    short.write_text("too short")
-    flags = ["--model", tiny_model_dir, "--dataset"]
-    assert "fewer than one window of 512; use a shorter --length" in refusal("measure_perplexity", *flags, short)
-    assert "no such file" in refusal("measure_perplexity", *flags, tmp_path / "absent.txt")
+def test_bad_text(said, tiny_model_dir, tmp_path):
+    (tmp_path / "short.txt").write_text("too short")
+    model = ["--model", tiny_model_dir]
+    short = said(*model, "--dataset", tmp_path / "short.txt", "--length", 512)
+    assert "fewer than one window of 512; use a shorter --length" in short
+    assert "no such file" in said(*model, "--dataset", tmp_path / "absent.txt")
+    assert "has no BOS token" in said(*model, "--bos", "on")
 
 
-def test_bad_checkpoint(refusal, tiny_student, tmp_path):
+def test_bad_checkpoint(said, tiny_student, tiny_tokenizer, tmp_path):
     damaged = tmp_path / "best.pt"
     damaged.write_bytes(tiny_student.read_bytes()[:-2000])
-    assert "damaged" in refusal("measure_perplexity", "--checkpoint", damaged)
-    assert "change --model" in refusal("measure_perplexity", "--checkpoint", tiny_student, "--model", "smollm2-135m")
-
-
-def test_weights_with_nan_are_refused(refusal, tiny_student, text, tmp_path):
+    assert "damaged" in said("--checkpoint", damaged)
+    other = other_model(tmp_path / "other", tiny_tokenizer)
+    message = said("--checkpoint", tiny_student, "--model", other)
+    assert f"{tiny_student} was made from model" in message and f"not '{other}'" in message and "--model" in message
     content = read_student(tiny_student)
     content["tensors"]["model.norm.weight"][0] = math.nan
-    torch.save(content, tmp_path / "best.pt")
-    said = refusal("measure_perplexity", "--checkpoint", tmp_path / "best.pt", "--dataset", text, "--length", LENGTH)
-    assert "the NLL is nan" in said
+    torch.save(content, damaged)
+    assert "the NLL is nan" in said("--checkpoint", damaged)
 
 
-def test_incomparable_teachers_are_refused(refusal, tiny_model_dir, tiny_tokenizer, text, tmp_path):
-    flags = ["--model", tiny_model_dir, "--dataset", text, "--length", LENGTH, "--teacher"]
+def test_incomparable_teachers_are_refused(said, tiny_model_dir, tmp_path):
     grown = AutoTokenizer.from_pretrained(tiny_model_dir)
     grown.add_tokens(["<tool>"])
     other = other_model(tmp_path / "other", grown, vocab_size=520)
-    assert "has another tokenizer" in refusal("measure_perplexity", *flags, other)
+    assert "has another tokenizer" in said("--model", tiny_model_dir, "--teacher", other)
     short = other_model(tmp_path / "short", grown)
     for model in (["--model", short], ["--model", tiny_model_dir, "--teacher", short]):
-        said = refusal("measure_perplexity", *model, "--dataset", text, "--length", LENGTH)
-        assert "ids up to 512 ('<tool>'), beyond the 512 rows of its embedding" in said
-
-
-def test_kl_to_a_teacher_that_is_padded_differently(measure, tiny_model_dir, tiny_tokenizer, tokens, tmp_path):
-    """The teacher's extra ids are left out; probability that the model gives to its own extra ids counts against it."""
-    wider = other_model(tmp_path / "wider", tiny_tokenizer, vocab_size=520)
-    logits = {}
-    for folder in (tiny_model_dir, wider):
-        with torch.no_grad():
-            rows = tokens[: len(tokens) // LENGTH * LENGTH].view(-1, LENGTH)
-            logits[folder] = load_model(str(folder))(input_ids=rows).logits[:, :-1]
-    for model, teacher in ((tiny_model_dir, wider), (wider, tiny_model_dir)):
-        ours, theirs = logits[model].log_softmax(-1)[..., :512], logits[teacher][..., :512].log_softmax(-1)
-        kl = (theirs.exp() * (theirs - ours)).sum(-1).mean()
-        figures = measure("--model", model, "--teacher", teacher)
-        assert figures["kl"] == pytest.approx(float(kl), rel=1e-4)
-        assert figures["nll"] == pytest.approx(blocked_nll(load_model(str(model)), tokens), rel=1e-5)
+        assert "ids up to 512 ('<tool>'), beyond the 512 rows of its embedding" in said(*model)
 
 
 @pytest.fixture(scope="module")
@@ -342,58 +309,37 @@ def bos_model_dir(tiny_model_dir, tmp_path_factory):
 
 
 def test_every_window_begins_with_bos_if_the_tokenizer_adds_it(measure, bos_model_dir, tokens):
-    model = load_model(str(bos_model_dir))
-    whole = torch.cat([torch.tensor([1]), tokens])
-    rows = whole[: len(whole) // LENGTH * LENGTH].view(-1, LENGTH).clone()
+    rows = windows(torch.cat([torch.tensor([1]), tokens])).clone()
     rows[:, 0] = 1
     figures = measure("--model", bos_model_dir)
-    assert figures["nll"] == pytest.approx(blocked_nll(model, rows.flatten()), rel=1e-5)
+    assert figures["nll"] == pytest.approx(blocked_nll(bos_model_dir, rows.flatten()), rel=1e-5)
     assert figures["bos"] == "<|im_start|>" and figures["tokens"] == len(rows) * (LENGTH - 1)
     off = measure("--model", bos_model_dir, "--bos", "off")
-    assert off["nll"] == pytest.approx(blocked_nll(model, tokens), rel=1e-5) and off["bos"] is None
+    assert off["nll"] == pytest.approx(blocked_nll(bos_model_dir, tokens), rel=1e-5) and off["bos"] is None
     sliding = measure("--model", bos_model_dir, "--mode", "sliding", "--stride", 8)
     assert sliding["tokens"] == LENGTH - 1 + 8 * (sliding["windows"] - 1)
 
 
-def test_bos_is_refused_if_the_tokenizer_has_none(refusal, tiny_model_dir, text):
-    assert "has no BOS token" in refusal(
-        "measure_perplexity", "--model", tiny_model_dir, "--dataset", text, "--bos", "on"
-    )
-    assert "is not one of auto, on, off" in refusal("measure_perplexity", "--model", tiny_model_dir, "--bos", "never")
+def test_bad_adapters(said, tiny_model_dir, tiny_tokenizer, tiny_adapter, text, tmp_path):
+    def copied(name):
+        return shutil.copytree(tiny_adapter, tmp_path / name)
 
-
-def adapter_of(model_dir, folder, config):
-    get_peft_model(load_model(str(model_dir)), config).save_pretrained(folder, save_embedding_layers=False)
-    return folder
-
-
-def test_bad_adapters(refusal, tiny_model_dir, tiny_tokenizer, tiny_adapter, text, tmp_path):
-    def said(folder):
-        flags = ["--model", tiny_model_dir, "--dataset", text, "--length", LENGTH, "--adapter", folder]
-        return refusal("measure_perplexity", *flags)
-
-    assert "no such folder" in said(tmp_path / "absent")
-    assert "is not a PEFT folder: adapter_config.json or adapter_model.safetensors is missing" in said(text.parent)
-
-    for file, words in (("adapter_model.safetensors", "is damaged"), ("adapter_config.json", "is damaged")):
-        damaged = shutil.copytree(tiny_adapter, tmp_path / file)
-        (damaged / file).write_bytes((damaged / file).read_bytes()[:-100])
-        assert words in said(damaged)
-
-    kinds = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
-    ia3 = adapter_of(tiny_model_dir, tmp_path / "ia3", IA3Config(feedforward_modules=[], **kinds))
-    assert "peft_type IA3" in said(ia3)
-    head = adapter_of(tiny_model_dir, tmp_path / "head", LoraConfig(target_modules=["lm_head"], task_type="CAUSAL_LM"))
-    assert "changes the LM head" in said(head)
-
-    narrow = other_model(tmp_path / "narrow", tiny_tokenizer, hidden_size=32)
-    assert "does not fit the model" in said(adapter_of(narrow, tmp_path / "of_narrow", LoraConfig(**kinds)))
-    deep = other_model(tmp_path / "deep", tiny_tokenizer, num_hidden_layers=3)
-    assert "layers.2.self_attn.q_proj.lora_A.weight is in only one of them" in said(
-        adapter_of(deep, tmp_path / "of_deep", LoraConfig(**kinds))
-    )
-    lacking = shutil.copytree(tiny_adapter, tmp_path / "lacking")
-    tensors = load_file(lacking / "adapter_model.safetensors")
-    tensors.pop("base_model.model.model.layers.1.mlp.down_proj.lora_B.weight")
+    bad = {tmp_path / "absent": "no such folder", text.parent: "is not a PEFT folder: adapter_config.json or ada"}
+    for file in ("adapter_model.safetensors", "adapter_config.json"):
+        bad[copied(file)] = "is damaged"
+        (tmp_path / file / file).write_bytes((tiny_adapter / file).read_bytes()[:-100])
+    lacking, key = copied("lacking"), "layers.1.mlp.down_proj.lora_B.weight"
+    tensors = load_file(tiny_adapter / "adapter_model.safetensors")
+    tensors.pop(f"base_model.model.model.{key}")
     save_file(tensors, lacking / "adapter_model.safetensors")
-    assert "layers.1.mlp.down_proj.lora_B.weight is in only one of them" in said(lacking)
+    bad[lacking] = f"{key} is in only one of them"
+    for name, model, target, words in (
+        ("head", tiny_model_dir, "lm_head", "changes the LM head"),
+        ("narrow", other_model(tmp_path / "n", tiny_tokenizer, hidden_size=32), "q_proj", "does not fit the model"),
+        ("deep", other_model(tmp_path / "d", tiny_tokenizer, num_hidden_layers=3), "q_proj", "is in only one of them"),
+    ):
+        adapted = get_peft_model(load_model(str(model)), LoraConfig(target_modules=[target], task_type="CAUSAL_LM"))
+        adapted.save_pretrained(tmp_path / name, save_embedding_layers=False)
+        bad[tmp_path / name] = words
+    for folder, words in bad.items():
+        assert words in said("--model", tiny_model_dir, "--adapter", folder)

