@@ -74,9 +74,9 @@ class Forks:
         expect = -signal.SIGKILL if death and death[2] == signal.SIGKILL else expect
         return self._end(*self._start(script, flags, death, {}), expect)
 
-    def pair(self, script: str, *flags, expect: int = 0, second: tuple = (), death: tuple | None = None) -> list[str]:
-        """The outputs of two workers, which the variables that torchrun sets bring together. second: more flags for
-        worker 1; death: of worker 1, as in `execute`."""
+    def pair(self, script: str, *flags, expect: tuple = (0, 0), second: tuple = (), death: tuple | None = None) -> list:
+        """The outputs of two workers, which the variables that torchrun sets bring together. expect: their exit codes;
+        second: more flags for worker 1; death: of worker 1, as in `execute`."""
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         place |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         ranks = [{"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
@@ -84,7 +84,7 @@ class Forks:
             self._start(script, flags, None, place | ranks[0]),
             self._start(script, (*flags, *second), death, place | ranks[1]),
         ]
-        return [self._end(*process, expect) for process in started]
+        return [self._end(*process, code) for process, code in zip(started, expect)]
 
     def _start(self, script: str, flags: tuple, death: tuple | None, env: dict[str, str]) -> tuple:
         said = self.folder / f"{len(list(self.folder.iterdir()))}.txt"

@@ -154,7 +154,7 @@ def test_interrupted_jobs_resume_to_the_run_of_one_that_was_not(run, forks, qat,
     assert ours[saved : saved + 10] == pytest.approx(theirs[saved : saved + 10], rel=CLOSE)
 
     (folder / "summary.json").unlink()
-    for said in forks.pair("train_v2_tpu_multi", *flags, *resumed, "--accumulation-steps", 2, expect=2):
+    for said in forks.pair("train_v2_tpu_multi", *flags, *resumed, "--accumulation-steps", 2, expect=(2, 1)):
         assert "rows_per_update (batch size × accumulation steps × workers) is 4 there (manifest.json), 8 here" in said
 
 
@@ -190,7 +190,7 @@ def test_a_dry_run_may_plan_for_more_workers_than_this_machine_has(forks, qat):
 
 def test_ranks_started_with_different_configs_are_refused(forks, qat, tmp_path):
     flags = [*qat, *QAT, *TWO, "--output-dir", tmp_path / "run"]
-    said = forks.pair("train_v2_tpu_multi", *flags, expect=2, second=("--seed", 1))
+    said = forks.pair("train_v2_tpu_multi", *flags, expect=(2, 2), second=("--seed", 1))
     host = socket.gethostname()
     line = f"the workers differ: seed is 0 for worker 0 on {host}, 1 for worker 1 on {host}; give every worker the"
     for own in said:  # each has its own terminal
