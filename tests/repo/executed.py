@@ -5,15 +5,18 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import nbformat
 import pytest
+import torch
 from nbclient import NotebookClient
 from packaged import gguf_bytes
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from qat_lora.backend import tpu_chips
 from qat_lora.errors import ROOT
-from qat_lora.models.loading import load_model, load_tokenizer
+from qat_lora.hardware import tiny
 from qat_lora.models.packaged import EMBEDDED, PACKAGED
 
 DISTILLATION, LAW = "TPU_LoRA_KD_WikiText1024", "training-cot-sft-tpu-v5e"
@@ -38,15 +41,17 @@ def in_checkout() -> list[tuple[Path, int]]:
     return sorted((path, path.stat().st_mtime_ns) for path in files)
 
 
-def first_layers(site: Path) -> None:
-    """Write a package with the first two layers of the embedded model, in place of all thirty, into `site`."""
+def small_model(site: Path) -> None:
+    """Write a package with a random model of two layers, in place of the embedded one, into `site`."""
     package, whole = site / PACKAGED[EMBEDDED].package, site / "model"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
-    model = load_model(EMBEDDED)
-    model.model.layers, model.config.num_hidden_layers = model.model.layers[:2], 2
-    model.save_pretrained(whole)
-    load_tokenizer(EMBEDDED).save_pretrained(whole)
+    tokenizer = tiny.tokenizer().train_new_from_iterator(topics.values(), 2048)
+    changes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "initializer_range": 0.1}
+    config = LlamaConfig.from_dict(tiny.model(tokenizer).config.to_dict() | changes)
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(whole)
+    tokenizer.save_pretrained(whole)
     gguf_bytes(whole, package / "model.gguf")
 
 
@@ -54,7 +59,7 @@ def first_layers(site: Path) -> None:
 def executed(name: str, folder: Path) -> Iterator[tuple[nbformat.NotebookNode, Path]]:
     """(the notebook, executed with a small model, and its output folder). Nothing is written into the checkout."""
     before, notebook, out = in_checkout(), stored(name), folder / "out"
-    first_layers(folder / "site")
+    small_model(folder / "site")
     with pytest.MonkeyPatch.context() as patch:
         for variable in ("JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
             patch.setenv(variable, str(folder))  # keeps out the user's own kernels and start-up files
