@@ -123,6 +123,7 @@ class Job:
         return out, err
 
 
+@pytest.mark.deep
 def test_interrupted_jobs_resume_to_the_run_of_one_that_was_not(run, forks, qat, tmp_path):
     flags, folder = [*qat, *LONG, *TWO], tmp_path / "run"
     forks.pair("train_v2_tpu_multi", *flags, "--output-dir", tmp_path / "whole")

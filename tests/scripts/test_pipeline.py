@@ -226,6 +226,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(train_qat, pipeline, 
 
 
 # -- XLA -------------------------------------------------------------------------------------------------------------
+@pytest.mark.deep
 @pytest.mark.xla
 def test_train_qat_on_xla_compiles_nothing_after_its_first_step(pipeline, sharp_model_dir, tmp_path):
     flags = ["--model", sharp_model_dir, "--cache-dir", pipeline / "cache", "--output-dir", tmp_path / "run", *SHORT]
