@@ -5,6 +5,7 @@ python tests/planted.py            every fault (half an hour)
 python tests/planted.py 3 16       some of them, by number
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+TIERS = {"test": [], "test-deep": ["-m", "deep or hosts"]}
 
 
 @dataclass(frozen=True)
@@ -82,19 +84,22 @@ FAULTS = (
 
 
 def caught(fault: Fault, copy: Path) -> str:
-    """The first test that fails with the fault in the checkout `copy`, or "not caught"."""
+    """The tier and the first test that fail with the fault in the checkout `copy`, or "not caught"."""
     path = copy / "qat_lora" / fault.file
     text = path.read_text()
     assert text.count(fault.old) == 1, f"{fault.file} contains {fault.old!r} {text.count(fault.old)} times"
     path.write_text(text.replace(fault.old, fault.new))
     try:
-        tests = [f"tests/{name}" for name in fault.tests.split()]
-        command = [sys.executable, "-m", "pytest", "-x", "-n", "logical", "--dist", "loadfile", *tests]
-        done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
+        for tier, select in TIERS.items():
+            tests = [f"tests/{name}" for name in fault.tests.split()]
+            command = [sys.executable, "-m", "pytest", "-x", "-n", "logical", "--dist", "loadfile", *select, *tests]
+            env = os.environ | {"PYTHONPATH": str(copy)}  # for the processes that tests start, too
+            done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True)
+            if failed := re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE):
+                return f"{tier:10} {failed[1].removeprefix('tests/')}"
     finally:
         path.write_text(text)
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    return failed[1].removeprefix("tests/") if failed else f"not caught (exit {done.returncode})"
+    return "not caught"
 
 
 def main() -> None:
