@@ -126,7 +126,7 @@ test: setup ## prove that everything works on this machine (10 minutes on two co
 	$(PYTEST)
 
 test-deep: setup ## what is deep and slow: the TPU's compiler, notebooks, launches, hosts, other CPUs
-	$(PYTEST) -m "deep or hosts"
+	$(PYTEST) -m "(deep or hosts) and not peer and not zoo and not faults"
 	$(MAKE) test-cpus
 
 # How sums are rounded depends on the CPU's vector instructions, on threads and on the C kernels; no test may depend on it.

@@ -26,7 +26,7 @@ DEEP = (
     "hosts/test_hosts", "backend/test_xla_deep", "repo/test_notebook", "backend/test_aot_deep",
     "repo/test_law_notebook", "hardware/test_checks", "backend/test_rendezvous", "backend/test_launch",
     "backend/test_xla_workers",
-    "benchmarks/test_qat_quality", "scripts/test_compile_for_tpu", "faults/test_faults", "models/test_zoo_pipeline",
+    "benchmarks/test_qat_quality", "scripts/test_compile_for_tpu", "faults/test_faults",
 )  # fmt: skip
 SLOW = (
     "scripts/test_pipeline", "scripts/test_multi", "backend/test_xla", "scripts/test_train_cot_sft",
@@ -34,6 +34,7 @@ SLOW = (
     "scripts/test_bad_input", "scripts/test_moved_models", "scripts/test_bad_run", "scripts/test_measure_perplexity",
     "backend/test_group", "scripts/test_train_musclebob", "train/test_memory", "scripts/test_train_tinystories",
     "scripts/test_smoke_test", "models/test_zoo_uses",
+    "models/test_zoo_pipeline",
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TIERS = {"test": [], "test-deep": ["-m", "deep or hosts"]}
+TIERS = {"test": [], "test-deep": ["-m", "(deep or hosts) and not peer and not zoo and not faults"]}
 
 
 @dataclass(frozen=True)
