@@ -7,12 +7,15 @@ import itertools
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 os.environ["USE_TORCH_XLA"] = "0"  # set before transformers is imported, which would otherwise import torch_xla
 # Also applies to processes that tests start. On two cores, two processes with two threads each slow each other down:
 # one notebook took 672 s that way and 100 s with one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if cpu := os.environ.get("ATEN_CPU_CAPABILITY"):  # inductor would reuse code that it made for other instructions
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"inductor_{cpu}")))
 
 import pytest
 import torch
@@ -25,16 +28,14 @@ from qat_lora.hardware import tiny
 DEEP = (
     "hosts/test_hosts", "backend/test_xla_deep", "repo/test_notebook", "backend/test_aot_deep",
     "repo/test_law_notebook", "hardware/test_checks", "backend/test_rendezvous", "backend/test_launch",
-    "backend/test_xla_workers",
-    "benchmarks/test_qat_quality", "scripts/test_compile_for_tpu", "faults/test_faults",
+    "backend/test_xla_workers", "benchmarks/test_qat_quality", "scripts/test_compile_for_tpu", "faults/test_faults",
 )  # fmt: skip
 SLOW = (
     "scripts/test_pipeline", "scripts/test_multi", "backend/test_xla", "scripts/test_train_cot_sft",
     "scripts/test_run_legal_assistant", "backend/test_aot", "scripts/test_resuming", "scripts/test_pretrain",
     "scripts/test_bad_input", "scripts/test_moved_models", "scripts/test_bad_run", "scripts/test_measure_perplexity",
     "backend/test_group", "scripts/test_train_musclebob", "train/test_memory", "scripts/test_train_tinystories",
-    "scripts/test_smoke_test", "models/test_zoo_uses",
-    "models/test_zoo_pipeline",
+    "scripts/test_smoke_test", "models/test_zoo_uses", "models/test_zoo_pipeline",
 )  # fmt: skip
 
 
