@@ -122,7 +122,7 @@ PYTEST = $(PY) -m pytest -n logical --maxprocesses 8 --dist loadfile --no-loadsc
 test-fast: setup ## the tests to run before each commit (2 minutes on two cores)
 	$(PYTEST) -m "not slow and not deep and not hosts and not peer and not zoo and not faults"
 
-test: setup ## prove that everything works on this machine (10 minutes on two cores)
+test: setup ## prove that everything works on this machine (about 10 minutes on two cores)
 	$(PYTEST)
 
 test-deep: setup ## what is deep and slow: the TPU's compiler, notebooks, launches, hosts, other CPUs

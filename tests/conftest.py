@@ -290,6 +290,18 @@ def load_script():
     return load
 
 
+@pytest.fixture(scope="session")
+def run(load_script):
+    """run(script, *flags): main(parse(flags)), as the command line does."""
+    from qat_lora.run.command_line import parse
+
+    def main(script: str, *flags) -> None:
+        module = load_script(script)
+        module.main(parse(module.Config, script, list(map(str, flags))))
+
+    return main
+
+
 @pytest.fixture
 def refusal(load_script, monkeypatch, capsys):
     """refusal(name, *flags): the error line of a script for bad input; also checks exit code 2 and no output."""

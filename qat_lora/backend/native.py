@@ -83,15 +83,15 @@ def library() -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError):
         return None
     folder, name = machine.cache_folder(), f"native-{_digest(SOURCE.read_bytes() + plan)}"
-    for get in (_kept, _compiled, partial(_compiled, aside=None)):
+    for get in (_kept, partial(_compiled, compiler, folder), partial(_compiled, compiler, None)):
         with suppress(OSError, subprocess.SubprocessError):  # nothing kept; no room or no right to write
-            kernels = get(folder, name, compiler=compiler)
+            kernels = get(folder, name)
             kernels.move_moments.restype = kernels.add_rows.restype = c_long
             return kernels
     return None
 
 
-def _kept(folder: Path, name: str, compiler: list[str]) -> ctypes.CDLL:
+def _kept(folder: Path, name: str) -> ctypes.CDLL:
     """The kernels compiled earlier. Raises OSError if there are none or the file is damaged: loading it could crash."""
     for path in folder.glob(f"{name}-*.so"):
         if path.stem == f"{name}-{_digest(path.read_bytes())}":
@@ -99,12 +99,12 @@ def _kept(folder: Path, name: str, compiler: list[str]) -> ctypes.CDLL:
     raise FileNotFoundError(name)
 
 
-def _compiled(folder: Path, name: str, compiler: list[str], aside: str | None = "here") -> ctypes.CDLL:
-    """Compile the kernels in `folder`, or (aside=None) where the system keeps temporary files, load them, and keep them
-    in `folder` if possible. Several processes may do so at once: each renames a file of its own."""
-    if aside:
-        folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=aside and folder) as own:
+def _compiled(compiler: list[str], place: Path | None, folder: Path, name: str) -> ctypes.CDLL:
+    """Compile the kernels in `place` (None: where the system keeps temporary files), load them, and keep them in
+    `folder` if possible. Several processes may do so at once: each renames a file of its own."""
+    if place:
+        place.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=place) as own:
         made = Path(own) / "native.so"
         _output([*compiler, "-shared", "-fPIC", "-o", str(made), SOURCE.name, "-lm"])
         kernels, content = ctypes.CDLL(str(made)), made.read_bytes()

@@ -9,7 +9,6 @@ from matplotlib.figure import Figure
 from small import CACHE, LEARNS, SMALL
 
 from qat_lora.errors import UserError
-from qat_lora.run.command_line import parse
 
 DRAW = (  # modules whose tests look at pictures
     "test_pipeline", "test_pretrain", "test_report_recovery", "test_report_run", "test_train_cot_sft",
@@ -25,17 +24,6 @@ def placeholders(request):
             patch.setattr(Figure, "tight_layout", lambda *_, **__: None)
             patch.setattr(Figure, "savefig", lambda _, path, **__: Path(path).write_bytes(b"\x89PNG"))
         yield
-
-
-@pytest.fixture(scope="module")
-def run(load_script):
-    """run(script, *flags): main(parse(flags)), as the command line does."""
-
-    def main(script: str, *flags) -> None:
-        module = load_script(script)
-        module.main(parse(module.Config, script, list(map(str, flags))))
-
-    return main
 
 
 @pytest.fixture(scope="session")
