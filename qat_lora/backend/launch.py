@@ -20,7 +20,7 @@ from qat_lora.backend.environment import LOOPBACK, Place, read_place
 from qat_lora.backend.group import ALONE, SIGTERM, Group, WorkerLost, notice_sigterm, stopped_at
 from qat_lora.backend.link import AnotherFailed
 from qat_lora.backend.relay import AGAIN, Timeouts, say
-from qat_lora.backend.rendezvous import interface, join, join_at, leave_release, serve, tensor_store
+from qat_lora.backend.rendezvous import interface, join, join_at, pass_exit_barrier, serve, tensor_store
 from qat_lora.backend.revision import agree_on_code
 from qat_lora.backend.torch import TorchBackend
 from qat_lora.backend.workers import count_workers, is_slice_host, take_chips
@@ -267,8 +267,8 @@ def _run_under_torchrun(job: Job, num_chips: int | None, place: Place) -> None:
         return _connect(job, group, local_rank)
 
     run_worker(job, enter, open_backend)
-    if place.agent_store and not place.one_host and stopped_at():
-        leave_release(place)
+    if place.agent_store and not place.one_host and not place.local_rank and stopped_at():
+        pass_exit_barrier(place)
 
 
 def check_devices(local_rank: int, workers: int) -> None:

@@ -4,8 +4,6 @@ import errno
 import json
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +22,9 @@ from qat_lora.errors import UserError, first_line
 
 START_AGAIN = f"check that its host and network are up, then {AGAIN}"
 MEETING = "qat_lora/relay"  # key of the relay's address in torchrun's store, written anew after each restart
+EXIT_BARRIER = 20  # seconds; torchrun kills workers that are not done after 30
+ROUNDS = 100
+RDZV_PORT = 29400  # if torchrun's endpoint names none
 
 
 def listen(port: int, one_host: bool) -> socket.socket:
@@ -168,14 +169,34 @@ def _give_up(line: str) -> None:
     os._exit(1)
 
 
-def leave_release(place: Place) -> None:
-    """Leave a process behind that tells the launchers of other hosts when this one's has exited; see release.py."""
-    if place.local_rank == 0:
-        script, quiet = Path(__file__).with_name("release.py"), subprocess.DEVNULL
-        with suppress(OSError):  # -P: otherwise torch.py next to the script would shadow torch
-            words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")[:-1]
-            subprocess.Popen([sys.executable, "-P", script, str(os.getppid()), place.job, *words],
-                             start_new_session=True, stdin=quiet, stdout=quiet, stderr=quiet)  # fmt: skip
+def pass_exit_barrier(place: Place) -> None:
+    """Wait at torchrun's exit barrier in the place of this host's torchrun; at most EXIT_BARRIER seconds.
+
+    On SIGTERM torchrun exits without going there. On the other hosts it would wait for five minutes, or fail if its
+    store was on this host and their workers have not quite ended. (torch 2.9: SimpleElasticAgent._exit_barrier; if
+    another version uses other keys, all that is lost are these seconds.)
+    """
+    hosts, ends = int(os.environ["GROUP_WORLD_SIZE"]), time.monotonic() + EXIT_BARRIER
+    # the first is used with --node-rank and --master-addr; otherwise each restart of a job is another round
+    jobs = [place.job, *(f"torch.rendezvous.{place.job}.{number}" for number in range(ROUNDS))]
+    barriers = [f"{job}/torchelastic/agent/terminal_state" for job in jobs]
+    with suppress(RuntimeError, OSError, ValueError, StopIteration, SystemExit):  # nobody waits, or it is not torchrun
+        store = TCPStore(*_torchruns_endpoint(), timeout=timedelta(seconds=5))
+        for barrier in barriers:
+            if store.add(f"{barrier}/num_members", 1) == hosts:
+                store.set(f"{barrier}/last_member", "")
+        while not any(store.check([f"{barrier}/last_member"]) for barrier in barriers) and time.monotonic() < ends:
+            time.sleep(0.1)
+
+
+def _torchruns_endpoint() -> tuple[str, int]:
+    """Where the torchruns of this job meet, according to the command line of this host's."""
+    from torch.distributed.run import get_rdzv_endpoint, parse_args
+
+    words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")[:-1]
+    at = next(number for number, word in enumerate(words) if word.endswith(("torchrun", "torch.distributed.run")))
+    host, _, port = get_rdzv_endpoint(parse_args(words[at + 1 :])).rpartition(":")
+    return (host, int(port)) if host else (port, RDZV_PORT)
 
 
 # -- the route to the other workers ----------------------------------------------------------------------------------
