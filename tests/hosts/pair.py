@@ -1,8 +1,12 @@
 """Two hosts on one machine: network namespaces with a link that can be cut. Needs root and `ip`."""
 
+import ctypes
+import multiprocessing
 import os
+import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -11,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from qat_lora.backend.environment import LAUNCH
+
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000  # <sched.h>
 
 # Sets up a host before its command runs: its own name and /etc/hosts, and bind mounts over some folders.
 ENTER = (
@@ -31,10 +37,51 @@ def missing() -> str | None:
     return tried.stderr.strip() or None
 
 
+class Fork:
+    """A process of multiprocessing with the methods of subprocess.Popen that the tests use."""
+
+    def __init__(self, process: multiprocessing.Process):
+        self.process = process
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    returncode = property(poll)
+
+    def wait(self, timeout: float) -> int:
+        self.process.join(timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired("a forked script", timeout)
+        return self.poll()
+
+
+def _play(space: str, host: str, binds: dict, words: list[str], env: dict, out: Path, err: Path) -> None:
+    """In a forked child: enter a host, as ENTER does, and run a script as `python SCRIPT …` would."""
+    import torch
+
+    os.setsid()
+    for path, number in ((out, 1), (err, 2)):
+        with open(path, "wb") as file:
+            os.dup2(file.fileno(), number)
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{space}") as file:
+        entered = libc.setns(file.fileno(), CLONE_NEWNET) or libc.unshare(CLONE_NEWNS | CLONE_NEWUTS)
+    if entered:
+        raise OSError(ctypes.get_errno(), f"cannot enter {space}")
+    socket.sethostname(host)
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    for source, target in binds.items():
+        subprocess.run(["mount", "--bind", source, target], check=True)
+    torch.set_num_threads(1)
+    os.environ.update(env)
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+
+
 class Job:
     """A process on one of the hosts, with its own session."""
 
-    def __init__(self, process: subprocess.Popen, folder: Path, name: str):
+    def __init__(self, process: subprocess.Popen | Fork | None, folder: Path, name: str):
         self.process, self.out, self.err = process, folder / f"{name}.out", folder / f"{name}.err"
 
     def lines(self) -> list[str]:
@@ -90,14 +137,9 @@ class Pair:
 
     def start(self, host: str, *command, binds: dict | None = None, hosts: str | None = None, **env) -> Job:
         """Start a command on a host. binds: {source: folder to mount it over}. hosts: its /etc/hosts."""
-        self.count += 1
-        name = f"{self.count}{host}"
-        table = self.folder / f"{name}.hosts"
-        known = "".join(f"{self.address(other)} host{other}\n" for other in "ab")
-        table.write_text("127.0.0.1 localhost\n::1 localhost\n" + (known if hosts is None else hosts))
+        table, job = self._job(host, hosts)
         bound = " ".join(f"{source}:{target}" for source, target in (binds or {}).items())
         clean = {key: value for key, value in os.environ.items() if key not in LAUNCH}
-        job = Job(None, self.folder, name)
         with open(job.out, "w") as out, open(job.err, "w") as err:
             job.process = subprocess.Popen(
                 ["ip", "netns", "exec", self.space(host), "unshare", "--mount", "--uts", "bash", "-c", ENTER, "_",
@@ -107,10 +149,36 @@ class Pair:
             )  # fmt: skip
         return job
 
+    def fork(self, host: str, *command, binds: dict | None = None, hosts: str | None = None, **env) -> Job:
+        """Start a script on a host, in a process forked from one that has imported everything. Its modules are those
+        of this machine, so what `binds` puts over an imported file is seen only by a process that is started."""
+        table, job = self._job(host, hosts)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["pair", "qat_lora.lora.recovery", "qat_lora.run.plots"])
+        env = {name: str(value) for name, value in env.items()}
+        words, bound = list(map(str, command)), {str(table): "/etc/hosts"} | (binds or {})
+        process = context.Process(
+            target=_play, args=(self.space(host), f"host{host}", bound, words, env, job.out, job.err)
+        )
+        process.start()
+        job.process = Fork(process)
+        return job
+
+    def _job(self, host: str, hosts: str | None) -> tuple[Path, Job]:
+        """A job without a process yet, and the /etc/hosts of its host."""
+        self.count += 1
+        name = f"{self.count}{host}"
+        table, job = self.folder / f"{name}.hosts", Job(None, self.folder, name)
+        known = "".join(f"{self.address(other)} host{other}\n" for other in "ab")
+        table.write_text("127.0.0.1 localhost\n::1 localhost\n" + (known if hosts is None else hosts))
+        for path in (job.out, job.err):
+            path.touch()
+        return table, job
+
     def by_hand(self, *command, address: str = "hosta", port: int = 29500, of: str = "ab", **more) -> list[Job]:
         """One worker on each host, started with RANK and WORLD_SIZE."""
         place = {"WORLD_SIZE": 2, "MASTER_ADDR": address, "MASTER_PORT": port}
-        return [self.start(host, PY, *command, **place | {"RANK": "ab".index(host)} | more) for host in of]
+        return [self.fork(host, *command, **place | {"RANK": "ab".index(host)} | more) for host in of]
 
     def by_torchrun(
         self, *command, options: tuple = (), nodes: str = "2", of: str = "ab", static: bool = False, **more
