@@ -68,20 +68,14 @@ def test_a_resumed_stream_equals_the_rest_of_the_uninterrupted_one(accumulation,
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
 def test_workers_and_micro_batches_share_the_rows_of_every_update(workers, accumulation):
-    """19 rows, which no number of workers divides; `total` counts the target tokens of the whole update."""
-    whole = rows_of(batches(Numbers(19), 2 * workers * accumulation, 1, seed=4), 6)
-    streams = [batches(Numbers(19), 2, accumulation, 4, 0, rank, workers) for rank in range(workers)]
-    for wanted in whole:
+    """19 rows, which no number of workers divides, from the third update on, as if resumed on other workers; `total`
+    counts the target tokens of the whole update."""
+    whole = rows_of(batches(Numbers(19), 2 * workers * accumulation, 1, seed=4), 8)
+    streams = [batches(Numbers(19), 2, accumulation, 4, 2, rank, workers) for rank in range(workers)]
+    for wanted in whole[2:]:
         parts = [next(stream) for _ in range(accumulation) for stream in streams]
         assert [row for part in parts for row in part["tokens"][:, 0].tolist()] == wanted
         assert {float(part["total"]) for part in parts} == {sum(int(part["mask"].sum()) for part in parts)}
-
-
-def test_a_stream_resumed_with_fewer_workers_has_the_same_updates():
-    four = [rows_of(batches(Numbers(13), 1, 1, 0, 0, rank, 4), 3) for rank in range(4)]
-    two = [rows_of(batches(Numbers(13), 1, 2, 0, 3, rank, 2), 6) for rank in range(2)]
-    seen = [row for streams in (four, two) for parts in zip(*streams) for row in itertools.chain(*parts)]
-    assert seen == list(itertools.chain(*rows_of(batches(Numbers(13), 4, 1, 0), 6)))
 
 
 @pytest.mark.parametrize("count, size, workers", [(3, 4, 1), (7, 4, 2), (2, 1, 3)])
@@ -106,9 +100,3 @@ def test_a_dataset_error_is_raised_at_its_batch(prefetch):
     assert rows_of(stream, 3) == [order[:2], order[2:4], order[4:6]]
     with pytest.raises(OSError, match=f"row {order[7]} cannot be read"):
         next(stream)
-
-
-def test_prefetch_yields_every_batch_in_order_and_ends():
-    source = list(itertools.islice(batches(Numbers(12), 2, 1, seed=0), 20))
-    got = list(TorchBackend("cpu", "fp32").prefetch(iter(source)))
-    assert len(got) == 20 and all(torch.equal(a["tokens"], b["tokens"]) for a, b in zip(got, source))

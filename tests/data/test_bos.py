@@ -76,11 +76,6 @@ def test_a_template_that_writes_bos_gets_no_second_one(gemma_like, own):
     assert tokenizer.decode(tokens[mask.bool()]) == "It is 4.<|im_end|>" * 3
 
 
-def test_bos_spelled_out_in_a_text_is_context(gemma_like):
-    tokens, mask = stream(plain(["<|pad|>said", "more"]), gemma_like, bos=0)
-    assert tokens.tolist().count(0) == 2 and torch.equal(mask == 0, tokens == 0)
-
-
 def test_a_token_that_is_both_bos_and_eos_appears_once_between_documents(tiny_tokenizer):
     tokens, mask = stream(plain(["one", "two"]), tiny_tokenizer, bos=EOS)
     one, two = (tiny_tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("one", "two"))
@@ -88,11 +83,6 @@ def test_a_token_that_is_both_bos_and_eos_appears_once_between_documents(tiny_to
     assert mask.tolist() == [0] + [1] * (len(tokens) - 1)  # the end of a document is a target
     rows = pack(plain(), tiny_tokenizer, 8, bos=EOS)
     assert (rows.tokens[:, 0] == EOS).all() and rows.mask[:, 1:].all() and rows.given is None
-
-
-def test_rows_are_filled_from_an_endless_source(tiny_tokenizer):
-    rows = pack((Document("a", None) for _ in itertools.count()), tiny_tokenizer, 4, max_rows=50, bos=BOS)
-    assert rows.tokens.shape == (50, 4)
 
 
 @pytest.mark.parametrize("completions_only", [True, False])

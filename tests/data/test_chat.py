@@ -67,16 +67,13 @@ def fault(function, *arguments) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"messages": SINGLE, "text": "ignored"},
-        {"conversations": [{"from": "human", "value": "What is 2+2?"}, {"from": "gpt", "value": "It is 4."}]},
-        {"conversations": [{"from": "user", "value": "What is 2+2?"}, {"from": "assistant", "value": "It is 4."}]},
-        {"instruction": "What is 2+2?", "output": "It is 4."},
-        {"instruction": "What is 2+2?", "input": "", "output": "It is 4.", "messages": None},
-    ],
-)
+@pytest.mark.parametrize("row", [
+    {"messages": SINGLE, "text": "ignored"},
+    {"conversations": [{"from": "human", "value": "What is 2+2?"}, {"from": "gpt", "value": "It is 4."}]},
+    {"conversations": [{"from": "user", "value": "What is 2+2?"}, {"from": "assistant", "value": "It is 4."}]},
+    {"instruction": "What is 2+2?", "output": "It is 4."},
+    {"instruction": "What is 2+2?", "input": "", "output": "It is 4.", "messages": None},
+])  # fmt: skip
 def test_known_formats_become_the_same_messages(row):
     assert to_messages(row) == SINGLE
 
@@ -85,34 +82,21 @@ def test_alpaca_input_follows_the_instruction():
     assert to_messages({"instruction": "Add.", "input": "2 and 2", "output": "4"})[0]["content"] == "Add.\n\n2 and 2"
 
 
-@pytest.mark.parametrize(
-    "row, words",
-    [
-        ({"prompt": "a", "answer": "b"}, "columns prompt, answer"),
-        ({}, "(none)"),
-        ({"prompt": "a"}, "messages, conversations (sharegpt), instruction + output (alpaca), prompt + completion"),
-        ({"messages": [{"role": "user"}]}, "turn 0"),
-        ({"messages": "[]oops"}, "contains a str"),
-        ({"messages": 5}, "contains a int, not a list of turns"),
-        ({"conversations": {"from": "human"}}, "contains a dict"),
-        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt"}]}, "turn 1"),
-        ({"conversations": [{"from": "robot", "value": "a"}]}, '"robot"'),
-        ({"instruction": 3, "output": "a"}, "turn 0"),
-    ],
-)
+@pytest.mark.parametrize("row, words", [
+    ({"prompt": "a", "answer": "b"}, "columns prompt, answer match no known format; known: messages, conver"),
+    ({}, "(none)"), ({"messages": [{"role": "user"}]}, "turn 0"),
+    ({"messages": "[]oops"}, "contains a str, not a list of turns"),
+    ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt"}]}, "turn 1"),
+    ({"conversations": [{"from": "robot", "value": "a"}]}, '"robot"'), ({"instruction": 3, "output": "a"}, "turn 0"),
+])  # fmt: skip
 def test_unknown_or_malformed_rows_are_refused(row, words):
     assert words in fault(to_messages, row)
 
 
-@pytest.mark.parametrize(
-    "messages, expected",
-    [
-        (SINGLE, ["It is 4."]),
-        (MULTI, ["It is 4.", "Six "]),
-        (MULTI[:-1], ["It is 4."]),
-        ([GREETING, *SINGLE], ["It is 4."]),  # no answer, and no prompt
-    ],
-)
+@pytest.mark.parametrize("messages, expected", [
+    (SINGLE, ["It is 4."]), (MULTI, ["It is 4.", "Six "]), (MULTI[:-1], ["It is 4."]),
+    ([GREETING, *SINGLE], ["It is 4."]),  # no answer, and no prompt
+])  # fmt: skip
 @pytest.mark.parametrize("thinking", ["on", "off"])
 def test_spans_are_the_completions_with_their_end_marker(tiny_tokenizer, messages, expected, thinking):
     document = render_one(messages, tiny_tokenizer, thinking)
@@ -145,16 +129,12 @@ def test_a_template_without_an_end_marker_keeps_the_separator(tiny_tokenizer):
     assert completions(render_one(SINGLE, bare, "on")) == ["It is 4.\n"]
 
 
-@pytest.mark.parametrize(
-    "template, messages, words",
-    [
-        (None, SINGLE, "no chat template"),
-        ("{{ messages[-1].content }}", SINGLE, "continuation of its own generation prompt"),
-        ("{{ raise_exception('system role not supported') }}", SINGLE, "system role not supported"),
-        ("{{ messages }}", SINGLE[:1], "no assistant turn"),
-        ("{{ messages }}", [], "no messages"),
-    ],
-)
+@pytest.mark.parametrize("template, messages, words", [
+    (None, SINGLE, "no chat template"),
+    ("{{ messages[-1].content }}", SINGLE, "continuation of its own generation prompt"),
+    ("{{ raise_exception('system role not supported') }}", SINGLE, "system role not supported"),
+    ("{{ messages }}", SINGLE[:1], "no assistant turn"), ("{{ messages }}", [], "no messages"),
+])  # fmt: skip
 def test_conversations_that_cannot_be_rendered_are_refused(tiny_tokenizer, template, messages, words):
     assert words in fault(render_chat, messages, with_template(tiny_tokenizer, template), "on")
 
@@ -163,20 +143,10 @@ def test_an_unknown_thinking_setting_is_refused(tiny_tokenizer):
     assert "on, off, both" in fault(render_chat, SINGLE, tiny_tokenizer, "maybe")
 
 
-def test_documents_may_mix_plain_text_and_chat(tiny_tokenizer):
-    found = list(documents([{"text": "plain"}, {"messages": SINGLE}], tiny_tokenizer, "both"))
-    assert found == [Document("plain", None), *render_chat(SINGLE, tiny_tokenizer, "both")]
-
-
-@pytest.mark.parametrize(
-    "row, words",
-    [
-        ({"text": None}, 'column "text" contains a NoneType'),
-        ({"other": 1}, "columns other match no"),
-        ({"messages": SINGLE[:1]}, "no assistant turn"),
-        ({"text": "half \ud800"}, "not valid Unicode at character 5"),
-    ],
-)
+@pytest.mark.parametrize("row, words", [
+    ({"text": None}, 'column "text" contains a NoneType'), ({"other": 1}, "columns other match no"),
+    ({"messages": SINGLE[:1]}, "no assistant turn"), ({"text": "half \ud800"}, "not valid Unicode at character 5"),
+])  # fmt: skip
 def test_the_error_names_the_bad_row(tiny_tokenizer, row, words):
     rows = documents([{"text": "plain 😀"}, row], tiny_tokenizer, "on")
     assert next(rows) == Document("plain 😀", None)
@@ -226,13 +196,10 @@ def test_a_separator_splits_the_texts_of_a_row(tiny_tokenizer):
     assert [document.text for document in documents(rows, tiny_tokenizer, "on")] == ["one", "two", " as it stands "]
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        {"role": "assistant", "content": "<think>\nTwo twos.\n</think>\n\nIt is 4."},
-        {"role": "assistant", "content": "It is 4.", "reasoning_content": "Two twos."},
-    ],
-)
+@pytest.mark.parametrize("answer", [
+    {"role": "assistant", "content": "<think>\nTwo twos.\n</think>\n\nIt is 4."},
+    {"role": "assistant", "content": "It is 4.", "reasoning_content": "Two twos."},
+])  # fmt: skip
 def test_a_thought_that_the_template_drops_is_put_back(opening, answer):
     put_back = "Two twos.\n</think>\n\nIt is 4.<|im_end|>"
     assert completions(render_one([SINGLE[0], answer], opening, "on")) == [put_back]

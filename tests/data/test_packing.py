@@ -43,7 +43,6 @@ def test_every_token_appears_once_and_in_order(tiny_tokenizer):
     for text in texts:
         expected += [*tiny_tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], 2]
     rows = pack([Document(text, None) for text in texts], tiny_tokenizer, 64)
-    assert tiny_tokenizer.eos_token_id == 2
     assert rows.tokens.shape == (len(expected) // 64, 64)
     assert rows.tokens.flatten().tolist() == expected[: len(expected) // 64 * 64]
     assert rows.mask.all() and rows.given is None
@@ -56,14 +55,10 @@ def test_blank_documents_add_nothing(tiny_tokenizer):
 
 
 @pytest.mark.parametrize("thinking", ["on", "off"])
-@pytest.mark.parametrize(
-    "row, answers",
-    [
-        ({"messages": SINGLE}, ["It is 4, naïve 🙂."]),
-        ({"messages": MULTI}, ["It is 4, naïve 🙂.", "Six"]),
-        ({"instruction": "Add.", "input": "2 and 2", "output": "4"}, ["4"]),
-    ],
-)
+@pytest.mark.parametrize("row, answers", [
+    ({"messages": SINGLE}, ["It is 4, naïve 🙂."]), ({"messages": MULTI}, ["It is 4, naïve 🙂.", "Six"]),
+    ({"instruction": "Add.", "input": "2 and 2", "output": "4"}, ["4"]),
+])  # fmt: skip
 def test_the_mask_selects_the_completions_and_their_eos(tiny_tokenizer, row, answers, thinking):
     ids, mask = pack_whole(documents([row], tiny_tokenizer, thinking), tiny_tokenizer)
     assert learned_runs(ids, mask, tiny_tokenizer)[:-1] == [answer + EOS for answer in answers]
@@ -82,22 +77,20 @@ def test_chat_gets_no_second_eos(tiny_tokenizer):
 def test_eos_added_to_chat_is_a_target_if_the_last_turn_is_the_assistants(tiny_tokenizer, document, learned):
     ids, mask = pack_whole([document], tiny_tokenizer)
     end = ids.index(tiny_tokenizer.eos_token_id)
-    assert tiny_tokenizer.decode(ids[:end]) == document.text
-    assert mask[end] == learned
+    assert tiny_tokenizer.decode(ids[:end]) == document.text and mask[end] == learned
 
 
 def test_a_token_that_straddles_the_start_of_a_span_is_a_target(tiny_tokenizer):
     text = "say: the"
-    (start, end) = tiny_tokenizer(text, return_offsets_mapping=True)["offset_mapping"][-1]
-    assert (start, end) == (4, 8)  # " the" is one token
+    assert tiny_tokenizer(text, return_offsets_mapping=True)["offset_mapping"][-1] == (4, 8)  # " the" is one token
     ids, mask = pack_whole([Document(text, ((5, 8),))], tiny_tokenizer)
     assert learned_runs(ids, mask, tiny_tokenizer)[0].startswith(" the" + EOS)
 
 
-def test_max_rows_stops_reading_an_endless_source(tiny_tokenizer):
+@pytest.mark.parametrize("bos", [None, 1])
+def test_max_rows_stops_reading_an_endless_source(tiny_tokenizer, bos):
     endless = (Document(f"text {n}", None) for n in itertools.count())
-    rows = pack(endless, tiny_tokenizer, 16, max_rows=3)
-    assert rows.tokens.shape == (3, 16)
+    assert pack(endless, tiny_tokenizer, 16, max_rows=3, bos=bos).tokens.shape == (3, 16)
     assert int(next(endless).text.split()[1]) < 48
 
 
@@ -146,9 +139,7 @@ def test_invalid_splits_are_refused(count, fraction, words):
 
 def test_fingerprint_depends_on_content_shape_and_mask():
     rows = rows_of(4)
-    other_mask = rows.mask.clone()
-    other_mask[1, 1] = 0
-    distinct = [rows, rows_of(2, 8), rows_of(3), Rows(rows.tokens, other_mask), split_heldout(rows, 0)[1]]
+    distinct = [rows, rows_of(2, 8), rows_of(3), Rows(rows.tokens, rows.mask * 0), split_heldout(rows, 0)[1]]
     assert len({fingerprint(each) for each in distinct}) == len(distinct)
     assert fingerprint(rows) == fingerprint(rows_of(4))
     strided = (rows.tokens[:, ::2], rows.mask[:, ::2])

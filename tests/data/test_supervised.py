@@ -37,18 +37,12 @@ def turns(*contents: str) -> list[dict]:
 
 
 # -- golden masks ----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "row, targets",
-    [
-        ({"messages": turns("Who?", "He.", "Why?", "So.")}, "He.<|im_end|>So.<|im_end|>"),
-        (
-            {"prompt": turns("Who?", "He.", "Why?"), "completion": [{"role": "assistant", "content": "So."}]},
-            "So.<|im_end|>",
-        ),
-        ({"prompt": "### Instruction:\nWho?\n\n### Response:\n", "completion": "He."}, "He.<|im_end|>"),
-        ({"prompt": "", "completion": "He went home."}, "e went home.<|im_end|>"),  # the first token has no context
-    ],
-)
+@pytest.mark.parametrize("row, targets", [
+    ({"messages": turns("Who?", "He.", "Why?", "So.")}, "He.<|im_end|>So.<|im_end|>"),
+    ({"prompt": turns("Who?", "He.", "Why?"), "completion": turns("", "So.")[1:]}, "So.<|im_end|>"),
+    ({"prompt": "### Instruction:\nWho?\n\n### Response:\n", "completion": "He."}, "He.<|im_end|>"),
+    ({"prompt": "", "completion": "He went home."}, "e went home.<|im_end|>"),  # the first token has no context
+])  # fmt: skip
 def test_the_targets_are_the_answers_after_the_prompt_and_their_ends(tiny_tokenizer, row, targets):
     assert learned(row, tiny_tokenizer) == targets
 
@@ -73,13 +67,10 @@ def test_the_first_token_of_an_example_is_never_a_target(tiny_tokenizer):
     assert found.sections[0] == 0 and found.sections[1:].all()
 
 
-@pytest.mark.parametrize(
-    "turn, words",
-    [
-        ("{{ m.content if m.role == 'user' }}", "renders no assistant turn"),
-        ("{{ m.role }}: {{ m.content }}<|im_end|>", "does not open an assistant's turn"),
-    ],
-)
+@pytest.mark.parametrize("turn, words", [
+    ("{{ m.content if m.role == 'user' }}", "renders no assistant turn"),
+    ("{{ m.role }}: {{ m.content }}<|im_end|>", "does not open an assistant's turn"),
+])  # fmt: skip
 def test_templates_that_generate_no_assistant_turn_are_refused(turn, words, tiny_tokenizer, monkeypatch):
     monkeypatch.setattr(tiny_tokenizer, "chat_template", f"{{% for m in messages %}}{turn}{{% endfor %}}")
     with pytest.raises(UserError, match=words):
@@ -106,15 +97,10 @@ def test_long_examples_are_left_out_rather_than_cut():
         split_by_length([example("b", 0, 1, 1)], 2)
 
 
-@pytest.mark.parametrize(
-    "one, other",
-    [
-        ("Due on 3 May 2021?", "due on 12 March 1999"),
-        ("It costs £1,200.50", "it costs £3!"),
-        ("7 weeks", "12  weeks"),
-        ("1 year and 1 month", "2 years and 3 months"),
-    ],
-)
+@pytest.mark.parametrize("one, other", [
+    ("Due on 3 May 2021?", "due on 12 March 1999"), ("It costs £1,200.50", "it costs £3!"),
+    ("1 year and 1 month", "2 years  and 3 months"),
+])  # fmt: skip
 def test_texts_that_differ_only_in_figures_are_one_group(one, other):
     assert without_figures(one) == without_figures(other)
     assert without_figures(one) != without_figures(one + " or not")

@@ -148,16 +148,13 @@ def reading(request, monkeypatch):
     monkeypatch.setattr(text, "READ", request.param)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "one é\n<|endoftext|>\ntwo\n\nlines\n<|endoftext|>\nthree",
-        "<|endoftext|>one é<|endoftext|>two\n\nlines<|endoftext|>three<|endoftext|>",
-        "one é\r\n<|endoftext|>\r\ntwo\r\n\r\nlines\r\n<|endoftext|>\r\nthree\r\n",
-        "\ufeff one é \t<|endoftext|>two\r\rlines<|endoftext|>three\n\n",
-        "\n<|endoftext|> <|endoftext|>\none é<|endoftext|><|endoftext|>two\n\nlines\n<|endoftext|>three<|endoftext|>\n",
-    ],
-)
+@pytest.mark.parametrize("content", [
+    "one é\n<|endoftext|>\ntwo\n\nlines\n<|endoftext|>\nthree",
+    "<|endoftext|>one é<|endoftext|>two\n\nlines<|endoftext|>three<|endoftext|>",
+    "one é\r\n<|endoftext|>\r\ntwo\r\n\r\nlines\r\n<|endoftext|>\r\nthree\r\n",
+    "\ufeff one é \t<|endoftext|>two\r\rlines<|endoftext|>three\n\n",
+    "\n<|endoftext|> <|endoftext|>\none é<|endoftext|><|endoftext|>two\n\nlines\n<|endoftext|>three<|endoftext|>\n",
+])  # fmt: skip
 def test_separated_texts_are_rows(tmp_path, reading, content):
     (tmp_path / "a.txt").write_bytes(content.encode())
     assert texts(tmp_path / "a.txt") == ["one é", "two\n\nlines", "three"]
@@ -207,9 +204,8 @@ def test_a_separator_is_recognised_before_any_character(tmp_path, reading):
     """NFC would otherwise compose > and U+0338."""
     (tmp_path / "a.txt").write_text("e\u0301<|endoftext|>\u0338 e\u0301", encoding="utf-8")
     assert texts(tmp_path / "a.txt") == ["é", "\u0338 é"]
-    assert texts(written(tmp_path / "a.jsonl", [{"text": "e\u0301<|endoftext|>\u0338 e\u0301"}])) == [
-        "é<|endoftext|>\u0338 é"
-    ]
+    path = written(tmp_path / "a.jsonl", [{"text": "e\u0301<|endoftext|>\u0338 e\u0301"}])
+    assert texts(path) == ["é<|endoftext|>\u0338 é"]
 
 
 # -- pieces ----------------------------------------------------------------------------------------------------------
@@ -233,8 +229,7 @@ def test_pieces_make_up_the_text(monkeypatch, size, read):
 
 def test_pieces_of_several_texts():
     parts = [" ", None, "a", " b", None, "\n", " ", None, None, "c ", ""]
-    assert list(in_pieces(parts)) == [("a b", True), ("c", True)]
-    assert list(in_pieces([])) == []
+    assert list(in_pieces(parts)) == [("a b", True), ("c", True)] and list(in_pieces([])) == []
 
 
 def test_a_text_without_a_place_to_cut_is_one_piece(monkeypatch):

@@ -51,12 +51,7 @@ def tried(bench, trial, folder: Path) -> dict:
         outcome, how = type(error).__name__.lower(), str(error)
     except Exception:
         outcome, how = "unexpected", traceback.format_exc()
-    return entry(trial, outcome, how, round(time.monotonic() - started, 2))
-
-
-def entry(trial, outcome: str, how: str, seconds: float) -> dict:
-    return {"name": trial.name, "kind": trial.kind, "subject": trial.subject, "outcome": outcome, "how": how,
-            "seconds": seconds}  # fmt: skip
+    return {"outcome": outcome, "how": how, "seconds": round(time.monotonic() - started, 2)}
 
 
 def run_all(bench, trials: list, jobs: int, done) -> None:
@@ -86,9 +81,9 @@ def _collect(running: dict[int, tuple], done) -> None:
     pid, _ = os.waitpid(-1, 0)
     trial, folder = running.pop(pid)
     found = folder.with_suffix(".json")
-    died = entry(trial, "unexpected", "the trial itself died", 0)
+    died = {"outcome": "unexpected", "how": "the trial itself died", "seconds": 0}
     line = json.loads(found.read_text()) if found.exists() else died
-    done(line)
+    done({"name": trial.name, "kind": trial.kind, "subject": trial.subject} | line)
     if line["outcome"] == "ok":
         shutil.rmtree(folder, ignore_errors=True)
     for path in folder.parent.glob(f"{folder.name}.*"):

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,31 +23,25 @@ ROOT = Path(__file__).resolve().parents[2]
 LONGEST = 120  # seconds that a command may take before it counts as hung
 POLL = 0.001
 PICTURE = b"\x89PNG" + bytes(30_000)
+MODULES = """
+    matplotlib.backends.backend_agg peft qat_lora.experiments.athena.evaluation qat_lora.experiments.athena.training
+    qat_lora.experiments.legal.evaluation qat_lora.experiments.musclebob.validation
+    qat_lora.experiments.stories.evaluation qat_lora.export.gguf qat_lora.layer_qat qat_lora.lora.recovery
+    qat_lora.rl.grpo
+"""
 
 
 def preload() -> None:
     """Import everything that the scripts import, including what transformers and PEFT import lazily."""
-    import matplotlib.backends.backend_agg  # noqa: F401
-    import peft
+    for name in MODULES.split():
+        import_module(name)
+    if find_spec("datasets"):  # no trial needs it
+        import_module("datasets")
     import torch
-    import transformers
     from matplotlib.figure import Figure
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: F401
 
-    import qat_lora.experiments.athena.evaluation
-    import qat_lora.experiments.athena.training
-    import qat_lora.experiments.legal.evaluation
-    import qat_lora.experiments.musclebob.validation
-    import qat_lora.experiments.stories.evaluation
-    import qat_lora.export.gguf
-    import qat_lora.layer_qat
-    import qat_lora.lora.recovery
-    import qat_lora.rl.grpo  # noqa: F401
-
-    if find_spec("datasets"):  # no trial needs it
-        import datasets  # noqa: F401
     torch.set_num_threads(1)
-    assert peft and transformers
     # Drawing would take half the time of every trial, so pictures are replaced with placeholder bytes.
     Figure.tight_layout = lambda *_, **__: None
     Figure.savefig = lambda _, path, **__: Path(path).write_bytes(PICTURE)
@@ -108,10 +103,6 @@ def start(folder: Path, script: str, *argv: str, log: str = "log") -> Process:
         runpy.run_path(str(ROOT / "scripts" / f"{script}.py"), run_name="__main__")
 
     return fork(folder, command, log)
-
-
-def run(folder: Path, script: str, *argv: str) -> Ended:
-    return start(folder, script, *argv).wait()
 
 
 def spawn(folder: Path, script: str, *argv: str, log: str = "log") -> Process:

@@ -70,54 +70,36 @@ RECOVERY = (
 )
 
 SUBJECTS = (
-    Subject(
-        "teacher cache", "build_kd_cache",
+    Subject("teacher cache", "build_kd_cache",
         f"--model model --dataset text.txt --cache-dir {RUN} --config cache.yaml --max-rows 160 --rows-per-shard 8",
-        ("model", "text.txt", "cache.yaml"), late="shard-00012.safetensors",
-    ),
-    Subject(
-        "QAT", "train_qat",
+        ("model", "text.txt", "cache.yaml"), late="shard-00012.safetensors"),
+    Subject("QAT", "train_qat",
         f"--model model --cache-dir cache --config qat.yaml --output-dir {RUN} --resume auto --layer-steps 2 "
         f"--layer-rows 8 --max-steps 10 --scale-steps 6 --ema 0.9 {QAT}",
-        ("model", "cache", "qat.yaml"), late="checkpoints/step_18",
-    ),
-    Subject(
-        "recovery, KD", "train_recovery_lora", f"{RECOVERY} --kd-cache-dir cache",
-        ("model", "cache", "student.pt", "recovery.yaml"), late="checkpoints/step_12",
-    ),
-    Subject(
-        "recovery, SFT", "train_recovery_lora", f"{RECOVERY} --mode sft --dataset chat.jsonl --length 64",
-        ("model", "chat.jsonl", "student.pt", "recovery.yaml"), late="checkpoints/step_12",
-    ),
-    Subject(
-        "legal SFT", "train_cot_sft", LAW, ("model", "law.jsonl", "law.yaml"), late="checkpoints/step_6",
-        ends=("final_evaluation.json", "adapter", "model"),
-    ),
-    Subject(
-        "legal SFT, int4", "train_cot_sft", f"{LAW} --quantize int4/g32", ("model", "law.jsonl", "law.yaml"),
-        late="checkpoints/step_6", ends=("final_evaluation.json", "adapter", "model"),
-    ),
-    Subject(
-        "GRPO", "train_musclebob_improved",
+        ("model", "cache", "qat.yaml"), late="checkpoints/step_18"),
+    Subject("recovery, KD", "train_recovery_lora", f"{RECOVERY} --kd-cache-dir cache",
+        ("model", "cache", "student.pt", "recovery.yaml"), late="checkpoints/step_12"),
+    Subject("recovery, SFT", "train_recovery_lora", f"{RECOVERY} --mode sft --dataset chat.jsonl --length 64",
+        ("model", "chat.jsonl", "student.pt", "recovery.yaml"), late="checkpoints/step_12"),
+    Subject("legal SFT", "train_cot_sft", LAW, ("model", "law.jsonl", "law.yaml"), late="checkpoints/step_6",
+        ends=("final_evaluation.json", "adapter", "model")),
+    Subject("legal SFT, int4", "train_cot_sft", f"{LAW} --quantize int4/g32", ("model", "law.jsonl", "law.yaml"),
+        late="checkpoints/step_6", ends=("final_evaluation.json", "adapter", "model")),
+    Subject("GRPO", "train_musclebob_improved",
         f"--model model --config bob.yaml --output-dir {RUN} --resume auto --num-samples 8 --epochs 1 --sft "
         "--sft-epochs 1 --sft-batch-size 4 --batch-size 2 --num-generations 4 --max-prompt-length 200 "
         "--max-completion-length 6 --validation-samples 1 --eval-every 2 --save-every 1",
-        ("model", "bob.yaml"), late="checkpoints/step_4", ends=("model", "final_validation.json"),
-    ),
-    Subject(
-        "reservoir", "train_tinystories_reservoir",
+        ("model", "bob.yaml"), late="checkpoints/step_4", ends=("model", "final_validation.json")),
+    Subject("reservoir", "train_tinystories_reservoir",
         f"--dataset stories.txt --config stories.yaml --output-dir {RUN} --resume auto --tokenizer chars "
         "--heldout-fraction 0.2 --epochs 2 --batch-size 8 --block-size 32 --embedding 16 --hidden 24 --reservoirs "
         "diagonal:12,esn:8 --density 0.4 --warmup-steps 2 --eval-every 6 --save-every 4 --log-every 2",
-        ("stories.txt", "stories.yaml"), late="checkpoints/step_24", ends=("best.pt", "samples.txt"),
-    ),
-    Subject(
-        "puzzles", "pretrain",
+        ("stories.txt", "stories.yaml"), late="checkpoints/step_24", ends=("best.pt", "samples.txt")),
+    Subject("puzzles", "pretrain",
         f"data_path=puzzles --config puzzles.yaml output_dir={RUN} --resume auto checkpoint_path={OUT}/bucket "
         "global_batch_size=8 epochs=4 eval_interval=5 save_interval=4 log_interval=2 lr_warmup=2 halt_max_segments=3 "
         "arch.hidden_size=16 arch.num_heads=2 arch.L_cycles=2 compile=false",
-        ("puzzles", "puzzles.yaml"), late="checkpoints/step_24", ends=("best.pt",),
-    ),
+        ("puzzles", "puzzles.yaml"), late="checkpoints/step_24", ends=("best.pt",)),
 )  # fmt: skip
 STUDENT, READS = "--checkpoint qat/best.pt --model model --adapter recovery/adapter", "qat/best.pt recovery/adapter/*"
 ASK = "--model model --question When? --max-new-tokens 12"
@@ -167,29 +149,20 @@ FINISHED = {"qat": "QAT", "bob": "GRPO", "law": "legal SFT", "law4": "legal SFT,
 
 # -- inputs ----------------------------------------------------------------------------------------------------------
 PRESETS = {
-    "cache": "length: 32\ntop_k: 6\n",
-    "qat": "learning_rate: 0.002\nseed: 3\n",
-    "recovery": "learning_rate: 0.003\nseed: 3\n",
-    "law": "learning_rate: 0.002\nseed: 3\n",
-    "bob": "learning_rate: 0.0002\nseed: 3\n",
-    "stories": "learning_rate: 0.01\nseed: 3\n",
+    "cache": "length: 32\ntop_k: 6\n", "qat": "learning_rate: 0.002\nseed: 3\n",
+    "recovery": "learning_rate: 0.003\nseed: 3\n", "law": "learning_rate: 0.002\nseed: 3\n",
+    "bob": "learning_rate: 0.0002\nseed: 3\n", "stories": "learning_rate: 0.01\nseed: 3\n",
     "puzzles": "lr: 0.01\nseed: 3\n",
-}
-
-
+}  # fmt: skip
 COMMANDS = {  # inputs that a script makes
-    "cache": (
-        "build_kd_cache",
-        "--model model --dataset embedded --length 32 --max-rows 96 --rows-per-shard 16 --top-k 6 --cache-dir cache",
-    ),
+    "cache": ("build_kd_cache", "--model model --dataset embedded --length 32 --max-rows 96 --rows-per-shard 16 "
+              "--top-k 6 --cache-dir cache"),
     "student": ("train_qat", "--model model --cache-dir cache --max-steps 2 --output-dir student"),
     "puzzles": ("build_puzzle_data", "--kind sudoku4 --count 60 --output-dir puzzles"),
     "law.jsonl": ("make_legal_dataset", "--count 40 --output law.jsonl"),
-    "recovery": (
-        "train_recovery_lora",
-        "--checkpoint qat/best.pt --kd-cache-dir cache --model model --output-dir recovery --max-steps 4 " + QAT,
-    ),
-}
+    "recovery": ("train_recovery_lora", "--checkpoint qat/best.pt --kd-cache-dir cache --model model --output-dir "
+                 f"recovery --max-steps 4 {QAT}"),
+}  # fmt: skip
 BEFORE = {"cache": ("model",), "student": ("cache",), "student.pt": ("student",), "recovery": ("qat", "cache")}
 
 
@@ -198,7 +171,7 @@ def make_input(inputs: Path, name: str) -> None:
     inputs.mkdir(exist_ok=True)
     if name in COMMANDS:
         script, flags = COMMANDS[name]
-        succeed(server.run(inputs, script, *flags.split(), *plain()), script)
+        succeed(server.start(inputs, script, *flags.split(), *plain()).wait(), script)
     elif name == "student.pt":
         shutil.copy(inputs / "student" / "best.pt", inputs / name)
     elif not (inputs / name).exists():

@@ -1,5 +1,6 @@
 """What all trials share: reference runs, interrupted runs to damage, and checks of how a command ended."""
 
+import multiprocessing
 import os
 import pickle
 import random
@@ -156,25 +157,22 @@ def used(folder: Path) -> int:
 
 def in_child(function: Callable[[], Any]) -> Any:
     """The result of function(), computed in a forked child; raises the exception that function() raises."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if not pid:
+    fork = multiprocessing.get_context("fork")
+    here, there = fork.Pipe(duplex=False)
+
+    def compute() -> None:
         try:
-            try:
-                value = function()
-            except Exception as error:
-                value = error
-            with os.fdopen(write, "wb") as file:
-                file.write(pickle.dumps(value))
-        finally:
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read, "rb") as file:
-        content = file.read()
-    os.waitpid(pid, 0)
-    value = pickle.loads(content)
-    if isinstance(value, Exception):
-        raise value
+            there.send((function(), None))
+        except Exception as error:
+            there.send((None, error))
+
+    child = fork.Process(target=compute)
+    child.start()
+    there.close()
+    value, error = here.recv()
+    child.join()
+    if error:
+        raise error
     return value
 
 

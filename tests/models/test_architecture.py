@@ -15,7 +15,6 @@ from qat_lora.models.head import Head
 from qat_lora.models.head_form import HeadForm, head_form
 from qat_lora.quant.blockwise import block_outputs, check_blocks, first_inputs
 from qat_lora.quant.student import StudentSpec, head_of, quantize
-from qat_lora.rl.policy import Prompts, log_probs
 from qat_lora.rl.rollout import check_answers
 from qat_lora.train.losses import sparse_loss, token_log_probs
 from qat_lora.train.memory import training_memory
@@ -160,27 +159,14 @@ def test_masks_at_the_same_address_are_not_confused():
     layout = Layout.packed(torch.zeros_like(positions), positions, True)
     for window in (8, 2) * 20:
         mask = layout.mask(lambda batch, head, q, k, window=window: q - k < window)
-        assert layout.is_plain(mask) == (window == 8)
-        assert layout.is_plain(mask) == (window == 8)
+        assert layout.is_plain(mask) == layout.is_plain(mask) == (window == 8)
         del mask
     assert not layout.plain
 
 
-def test_windows_apply_to_several_completions_of_one_prompt():
-    model = make("Mistral", sliding_window=4)
-    check(model)
-    prompt, drawn = tokens(1, 7), tokens(3, 5).unsqueeze(0)
-    with torch.no_grad():
-        together = log_probs(model, Prompts.of(prompt.tolist(), 10, 0), drawn)
-        for group in range(3):
-            row = torch.cat([prompt, drawn[:, group]], 1)
-            own = model(row).logits[0, 6:-1].log_softmax(-1).gather(1, drawn[0, group].unsqueeze(1)).squeeze(1)
-            torch.testing.assert_close(together[0, group], own, rtol=1e-4, atol=1e-4)
-
-
 # -- blocks ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    "kind, options",
     [("Gemma3Text", GEMMA), ("Mixtral", {"num_local_experts": 4}), ("OPT", OPT), ("GPTNeoX", {}), ("Bloom", {})],
 )
 def test_running_block_by_block_equals_the_model(kind, options):
@@ -218,15 +204,12 @@ def test_blocks_that_need_more_than_hidden_states_are_refused():
         check_blocks(model)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "parts"),
-    [
-        ("Llama", {}, {"self_attn.q_proj": "attn", "mlp.gate_proj": "mlp"}),
-        ("OPT", OPT, {"self_attn.out_proj": "attn", "fc1": "mlp"}),
-        ("GPTNeoX", {}, {"attention.query_key_value": "attn", "mlp.dense_4h_to_h": "mlp"}),
-        ("Lfm2", {"layer_types": ["conv", "full_attention"]}, {"conv.in_proj": "attn", "feed_forward.w1": "mlp"}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "options", "parts"), [
+    ("Llama", {}, {"self_attn.q_proj": "attn", "mlp.gate_proj": "mlp"}),
+    ("OPT", OPT, {"self_attn.out_proj": "attn", "fc1": "mlp"}),
+    ("GPTNeoX", {}, {"attention.query_key_value": "attn", "mlp.dense_4h_to_h": "mlp"}),
+    ("Lfm2", {"layer_types": ["conv", "full_attention"]}, {"conv.in_proj": "attn", "feed_forward.w1": "mlp"}),
+])  # fmt: skip
 def test_parts_are_inferred_from_structure(kind, options, parts):
     block = decoder_layers(make(kind, **options))[0]
     found = {matrix.path: matrix.part for matrix in matrices(block)}
@@ -266,13 +249,10 @@ class Doubled(tf.LlamaForCausalLM):
         return super().forward(inputs_embeds=2 * self.get_input_embeddings()(input_ids), **kwargs)
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        (Shifted, r"\(Shifted\) is not supported: it computes logits"),
-        (Doubled, "logits computed here differ from transformers' by"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "words"), [
+    (Shifted, r"\(Shifted\) is not supported: it computes logits"),
+    (Doubled, "logits computed here differ from transformers' by"),
+])  # fmt: skip
 def test_a_forward_that_changes_logits_or_embeddings_is_refused(changed, words):
     model = make("Llama")
     model.__class__ = changed
@@ -284,5 +264,4 @@ def test_a_forward_that_changes_logits_or_embeddings_is_refused(changed, words):
 def test_a_quantised_model_has_the_activation_memory_of_the_plain_one():
     model = make("Llama")
     before = training_memory(model, 2, 8, False, False)["activations"]
-    assert before
-    assert training_memory(quantize(model, StudentSpec()), 2, 8, False, False)["activations"] == before
+    assert before == training_memory(quantize(model, StudentSpec()), 2, 8, False, False)["activations"] > 0

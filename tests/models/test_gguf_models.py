@@ -10,6 +10,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from packaged import finish, gguf_bytes
+from sizes import TINY
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from qat_lora.errors import UserError
@@ -24,11 +25,7 @@ def folder(tiny_tokenizer, tmp_path_factory):
     """A small Llama whose rows are as long as a K-quant block, with a tokenizer whose pre-tokeniser GGUF can name."""
     folder = tmp_path_factory.mktemp("llama")
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tiny_tokenizer), hidden_size=256, intermediate_size=256, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, bos_token_id=None,
-        eos_token_id=tiny_tokenizer.eos_token_id, pad_token_id=tiny_tokenizer.pad_token_id,
-    )  # fmt: skip
+    config = LlamaConfig(**TINY | {"hidden_size": 256, "intermediate_size": 256})
     LlamaForCausalLM(config).save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
     state = json.loads((folder / "tokenizer.json").read_text())
@@ -94,19 +91,16 @@ def test_other_files_in_the_folder_are_ignored(folder, sharp_model_dir, tmp_path
     assert tokenizer.eos_token == "<|im_end|>" and tokenizer.chat_template != "another's"
 
 
-@pytest.mark.parametrize(
-    "add, said",
-    [
-        (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR), "rope.scaling.type linear"),
-        (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.NONE), None),
-        (lambda w: w.add_final_logit_softcapping(30.0), "final_logit_softcapping 30.0"),
-        (lambda w: w.add_final_logit_softcapping(0.0), None),
-        (lambda w: w.add_sliding_window(8), "attention.sliding_window 8"),
-        (lambda w: w.add_logit_scale(0.25), "logit_scale 0.25"),
-        (lambda w: w.add_tensor("rope_freqs.weight", np.linspace(1, 8, 32, dtype=np.float32)), "rope_freqs.weight"),
-        (lambda w: w.add_tensor("rope_freqs.weight", np.ones(32, np.float32)), None),
-    ],
-)
+@pytest.mark.parametrize("add, said", [
+    (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR), "rope.scaling.type linear"),
+    (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.NONE), None),
+    (lambda w: w.add_final_logit_softcapping(30.0), "final_logit_softcapping 30.0"),
+    (lambda w: w.add_final_logit_softcapping(0.0), None),
+    (lambda w: w.add_sliding_window(8), "attention.sliding_window 8"),
+    (lambda w: w.add_logit_scale(0.25), "logit_scale 0.25"),
+    (lambda w: w.add_tensor("rope_freqs.weight", np.linspace(1, 8, 32, dtype=np.float32)), "rope_freqs.weight"),
+    (lambda w: w.add_tensor("rope_freqs.weight", np.ones(32, np.float32)), None),
+])  # fmt: skip
 def test_a_setting_that_transformers_does_not_read_from_the_file_is_refused(folder, tmp_path, monkeypatch, add, said):
     def adding(name, kind, make=packaged.model_writer):
         writer, note = make(name, kind)

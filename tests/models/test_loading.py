@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from sizes import TINY
+from sizes import DEEPSEEK, TINY
 from transformers import AutoModelForCausalLM
 
 from qat_lora.errors import UserError
@@ -31,11 +31,14 @@ def edit(folder, **config):
 
 
 def rewrite(folder, change):
-    """Add or replace the tensors that change(tensors) returns, or remove those that are None."""
-    tensors = load_file(folder / "model.safetensors")
-    tensors |= change(tensors)
+    """Add or replace these tensors in the model's file, or remove those that are None."""
+    tensors = load_file(folder / "model.safetensors") | change
     kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
+
+
+def embedding(folder) -> torch.Tensor:
+    return load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
 
 
 def refused(folder, *functions) -> str:
@@ -45,31 +48,20 @@ def refused(folder, *functions) -> str:
         with pytest.raises(UserError) as error:
             function(str(folder))
         found.add(str(error.value))
-    assert len(found) == 1, found
     (said,) = found
     assert len(said.splitlines()) == 1
     return said
 
 
 # -- config and weights ----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "tensors, words",
-    [
-        ({NAME: None}, f"its weight files lack 1 of its tensors ({NAME} is the first)"),
-        ({"model.norm.weight": torch.ones(3)}, "model.norm.weight is (3,) in its file but (64,) by its config.json"),
-        ({f"{NAME}s": torch.ones(64)}, f"hold 1 tensors that its config.json does not describe ({NAME}s is"),
-    ],
-    ids=["missing", "wrong shape", "extra"],
-)
+@pytest.mark.parametrize("tensors, words", [
+    ({NAME: None}, f"its weight files lack 1 of its tensors ({NAME} is the first)"),
+    ({"model.norm.weight": torch.ones(3)}, "model.norm.weight is (3,) in its file but (64,) by its config.json"),
+    ({f"{NAME}s": torch.ones(64)}, f"hold 1 tensors that its config.json does not describe ({NAME}s is"),
+])  # fmt: skip
 def test_tensors_that_contradict_the_config_are_refused(folder, tensors, words):
-    rewrite(folder, lambda before: tensors)
+    rewrite(folder, tensors)
     assert words in refused(folder, load_model, empty_model)
-
-
-@pytest.mark.parametrize("layers, part", [(1, "(model.layers.1."), (3, "(model.layers.2.")])
-def test_a_wrong_number_of_layers_in_the_config_is_refused(folder, layers, part):
-    edit(folder, num_hidden_layers=layers)
-    assert part in refused(folder, load_model, empty_model)
 
 
 def test_a_wrong_number_of_experts_in_the_config_is_refused(tmp_path):
@@ -83,7 +75,7 @@ def test_a_wrong_number_of_experts_in_the_config_is_refused(tmp_path):
 
 def test_a_config_that_ties_a_head_and_embedding_which_differ_in_the_file_is_refused(folder):
     """Workers cannot exchange gradients if some have a tied and others an untied model: torch aborts the process."""
-    rewrite(folder, lambda before: {"lm_head.weight": before["model.embed_tokens.weight"] + 1})
+    rewrite(folder, {"lm_head.weight": embedding(folder) + 1})
     message = refused(folder, load_model, empty_model)
     assert "tie_word_embeddings" in message and "lm_head.weight" in message and "embed_tokens" in message
     edit(folder, tie_word_embeddings=False)
@@ -92,7 +84,7 @@ def test_a_config_that_ties_a_head_and_embedding_which_differ_in_the_file_is_ref
 
 
 def test_a_tied_head_stored_twice_is_tied(folder):
-    rewrite(folder, lambda before: {"lm_head.weight": before["model.embed_tokens.weight"].clone()})
+    rewrite(folder, {"lm_head.weight": embedding(folder)})
     for model in (load_model(str(folder)), empty_model(str(folder))):
         assert model.lm_head.weight is model.model.embed_tokens.weight
 
@@ -100,15 +92,11 @@ def test_a_tied_head_stored_twice_is_tied(folder):
 def test_some_extra_tensors_are_ignored(folder, tmp_path):
     """Buffers that older versions stored, and multi-token prediction heads."""
     more = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8), "mtp.layers.0.norm.weight": torch.ones(3)}
-    rewrite(folder, lambda before: more)
+    rewrite(folder, more)
     load_model(str(folder)), empty_model(str(folder))
-    config = transformers.DeepseekV3Config(
-        **TINY | {"num_key_value_heads": 4}, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
-        moe_intermediate_size=32, first_k_dense_replace=1, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8,
-        qk_nope_head_dim=8, v_head_dim=16, num_nextn_predict_layers=0,
-    )  # fmt: skip
+    config = transformers.DeepseekV3Config(**DEEPSEEK, num_nextn_predict_layers=0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "deep")
-    rewrite(tmp_path / "deep", lambda before: {"model.layers.2.eh_proj.weight": torch.ones(3)})
+    rewrite(tmp_path / "deep", {"model.layers.2.eh_proj.weight": torch.ones(3)})
     assert "model.layers.2.eh_proj.weight" in refused(tmp_path / "deep", load_model, empty_model)
     edit(tmp_path / "deep", num_nextn_predict_layers=1)
     load_model(str(tmp_path / "deep")), empty_model(str(tmp_path / "deep"))
@@ -162,21 +150,13 @@ def test_a_pickle_is_read_without_running_code_from_it(folder, tmp_path):
 EVERYTHING = (load_config, load_tokenizer, empty_model, check_headers, load_model)
 
 
-@pytest.mark.parametrize(
-    "change, parts",
-    [
-        ({"model_type": "foo"}, ["'foo'", "transformers", "does not know"]),
-        (
-            {"model_type": "foo", "auto_map": {"AutoConfig": "c.C", "AutoModelForCausalLM": "m.M"}},
-            ["'foo'", "its own Python code"],
-        ),
-        ({"model_type": None}, ["no model_type"]),
-        ({"model_type": "bert"}, ["'bert'", "an encoder;"]),
-        ({"model_type": "t5", "is_encoder_decoder": True}, ["'t5'", "an encoder-decoder;"]),
-        ({"model_type": "vit"}, ["'vit'", "no causal language model"]),
-        ({"hidden_size": "wide"}, ["hidden_size", "wide"]),
-    ],
-)
+@pytest.mark.parametrize("change, parts", [
+    ({"model_type": "foo"}, ["'foo'", "transformers", "does not know"]),
+    ({"model_type": "foo", "auto_map": {"AutoModelForCausalLM": "m.M"}}, ["'foo'", "its own Python code"]),
+    ({"model_type": None}, ["no model_type"]), ({"model_type": "bert"}, ["'bert'", "an encoder;"]),
+    ({"model_type": "t5", "is_encoder_decoder": True}, ["'t5'", "an encoder-decoder;"]),
+    ({"model_type": "vit"}, ["'vit'", "no causal language model"]), ({"hidden_size": "wide"}, ["hidden_size", "wide"]),
+])  # fmt: skip
 def test_an_unsupported_config_is_refused(folder, change, parts):
     edit(folder, **change)
     message = refused(folder, *EVERYTHING)
@@ -197,7 +177,6 @@ def test_a_damaged_or_missing_config_is_refused(folder, tmp_path):
 def test_a_folder_with_a_model_and_an_adapter_is_refused(folder):
     """transformers would silently apply the adapter to the model."""
     peft.get_peft_model(load_model(str(folder)), peft.LoraConfig(task_type="CAUSAL_LM")).save_pretrained(folder)
-    assert (folder / "adapter_config.json").is_file()
     message = refused(folder, *EVERYTHING)
     assert "contains a full model and an adapter" in message and "--adapter" in message
     (folder / "config.json").unlink()
@@ -226,14 +205,10 @@ def test_the_same_name_in_another_folder_is_another_model(folder, tmp_path, monk
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"temperature": 0.6, "top_p": 0.9, "top_k": 7},
-        {"do_sample": True, "temperature": 0.6},
-        {"early_stopping": True, "length_penalty": 2.0, "num_beams": 1},
-    ],
-)
+@pytest.mark.parametrize("settings", [
+    {"temperature": 0.6, "top_p": 0.9, "top_k": 7}, {"do_sample": True, "temperature": 0.6},
+    {"early_stopping": True, "length_penalty": 2.0, "num_beams": 1},
+])  # fmt: skip
 def test_ineffective_generation_settings_that_transformers_would_not_save_are_dropped(folder, tmp_path, settings):
     (folder / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": [2, 5]}))
     model = load_model(str(folder))
@@ -254,17 +229,14 @@ def test_a_config_that_requests_more_than_logits_can_be_written_again(folder, tm
     write_model(load_model(str(folder)), load_tokenizer(str(folder)), tmp_path / "out", tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    "config, limit",
-    [
-        (transformers.Phi3Config(**TINY | {"max_position_embeddings": 4096}, rope_parameters={
-            "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8},
-            original_max_position_embeddings=64), 64),
-        (transformers.Llama4TextConfig(**TINY, head_dim=16, attn_temperature_tuning=True, floor_scale=96,
-            num_local_experts=2), 96),
-        (transformers.LlamaConfig(**TINY), 512),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("config, limit", [
+    (transformers.Phi3Config(**TINY | {"max_position_embeddings": 4096}, rope_parameters={
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8},
+        original_max_position_embeddings=64), 64),
+    (transformers.Llama4TextConfig(**TINY, head_dim=16, attn_temperature_tuning=True, floor_scale=96,
+        num_local_experts=2), 96),
+    (transformers.LlamaConfig(**TINY), 512),
+])  # fmt: skip
 def test_texts_of_several_lengths_are_limited_to_the_short_range(folder, config, limit):
     config.save_pretrained(folder)
     check_length(str(folder), limit, mixed=True)

@@ -124,9 +124,8 @@ def test_a_language_model_that_transformers_cannot_build_alone_is_refused(make):
 
 def test_a_language_model_with_different_logits_alone_is_refused(make):
     """The class of the whole Cohere 2 Vision does not scale its logits; that of its language model does."""
-    folder, _ = make(
-        "Cohere2Vision", {"model_type": "cohere2"}, vision_config=VISION | {"model_type": "siglip_vision_model"}
-    )
+    vision = VISION | {"model_type": "siglip_vision_model"}
+    folder, _ = make("Cohere2Vision", {"model_type": "cohere2"}, vision_config=vision)
     with pytest.raises(UserError, match=r"'cohere2_vision'.*logits differ"):
         load_model(str(folder))
 

@@ -27,14 +27,10 @@ def convention(tokenizer, single: str, bos: str | None = "<|im_start|>"):
     return copy
 
 
-@pytest.mark.parametrize(
-    "single, bos, wanted",
-    [
-        ("B $A", "<|im_start|>", BOS), ("B $A E", "<|im_start|>", BOS), ("$A E", "<|im_start|>", None),
-        ("$A", "<|im_start|>", None), ("P $A E", "<|im_start|>", None), ("B $A E", None, None),
-        ("E $A", "<|im_end|>", EOS),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("single, bos, wanted", [
+    ("B $A", "<|im_start|>", BOS), ("B $A E", "<|im_start|>", BOS), ("$A E", "<|im_start|>", None),
+    ("$A", "<|im_start|>", None), ("P $A E", "<|im_start|>", None), ("B $A E", None, None), ("E $A", "<|im_end|>", EOS),
+])  # fmt: skip
 def test_auto_follows_the_tokenizer(tiny_tokenizer, single, bos, wanted):
     tokenizer = convention(tiny_tokenizer, single, bos)
     assert bos_token(tokenizer) == wanted

@@ -4,7 +4,7 @@ end."""
 import pytest
 import torch
 import transformers as tf
-from sizes import TINY
+from sizes import DEEPSEEK, TINY
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qat_lora.errors import UserError
@@ -19,11 +19,7 @@ CONFIGS = {
         hidden_size_per_layer_input=0, vocab_size_per_layer_input=512, num_kv_shared_layers=0, **SHAPE
     ),
     "mixtral": tf.MixtralConfig(num_local_experts=4, **SHAPE),
-    "deepseek": tf.DeepseekV3Config(
-        n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1,
-        moe_intermediate_size=64, q_lora_rank=32, kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16,
-        v_head_dim=16, **SHAPE | {"num_key_value_heads": 4},
-    ),
+    "deepseek": tf.DeepseekV3Config(**DEEPSEEK | {"eos_token_id": 0}),
     "apertus": tf.ApertusConfig(**SHAPE),
 }  # fmt: skip
 BUFFERS = {"gemma4": "layer_scalar", "deepseek": "e_score_correction_bias", "apertus": "beta"}

@@ -36,16 +36,14 @@ def test_the_table_lists_every_model_type():
 
 
 def on_xla(uses: list[str], names: list[str]) -> dict[str, dict[str, str]]:
-    done = subprocess.run(
-        [sys.executable, zoo_uses.__file__, "xla", ";".join(uses), *names],
-        env=os.environ | {"PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK},
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, zoo_uses.__file__, "xla", ";".join(uses), *names]
+    environment = os.environ | {"PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return {(line := json.loads(text)).pop("name"): line for text in done.stdout.splitlines()}
 
 
+@pytest.mark.deep
 @pytest.mark.xla
 def test_windows_soft_caps_and_experts_on_xla_equal_the_cpu():
     uses, names = ["cache, perplexity", "SFT"], ["gemma2", "gpt_oss"]

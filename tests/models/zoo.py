@@ -81,11 +81,12 @@ EVERY_HEAD_ITS_OWN_KEYS = {"num_key_value_heads": 4}
 SLIDING = ["sliding_attention", "full_attention"] * 2
 LINEAR = ["linear_attention", "full_attention"] * 2
 OWN: dict[str, dict] = {
-    "axk2": {"gated_norm_rank": 32},
-    "bamba": {"attn_layer_indices": [1, 3]},
+    **{key: {"hidden_size_global": 64} for key in ("blt_local_encoder", "blt_local_decoder")},
+    **{key: {"num_kv_shared_layers": 2} for key in ("gemma3n_text", "gemma4_text", "gemma4_unified_text")},
+    **{key: {"layer_types": SLIDING} for key in ("laguna", "mellum", "ministral")},
+    **{key: {"layer_types": ["conv", "full_attention"] * 2} for key in ("lfm2", "lfm2_moe")},
+    "axk2": {"gated_norm_rank": 32}, "bamba": {"attn_layer_indices": [1, 3]},
     "blt": {"encoder_hash_byte_group_vocab": 50},
-    "blt_local_encoder": {"hidden_size_global": 64},
-    "blt_local_decoder": {"hidden_size_global": 64},
     "cohere_compass_text": {"layer_types": SLIDING, "rope_parameters": {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}, "full_attention": None}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": 10_000.0},
@@ -98,27 +99,15 @@ OWN: dict[str, dict] = {
     "emu3": {"vocabulary_map": {"<image>": 5}},
     "emu3_vqgan": {"base_channels": 32, "channel_multiplier": (1, 1), "attn_resolutions": (), "codebook_size": 32},
     "gemma3": {"text_config": {"final_logit_softcapping": None}},  # the whole model ignores it
-    "gemma3n_text": {"num_kv_shared_layers": 2},
-    "gemma4_text": {"num_kv_shared_layers": 2},
-    "gemma4_unified_text": {"num_kv_shared_layers": 2},
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
-    "granitemoehybrid": {"layer_types": LINEAR},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]}, "granitemoehybrid": {"layer_types": LINEAR},
     "hrm_text": {"L_cycles": 1, "L_bp_cycles": [1, 1]},  # more cycles amplify fp32 rounding beyond the tolerance
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
-    "laguna": {"layer_types": SLIDING},
-    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
-    "longcat_flash": {"head_dim": 8},
-    "mamba2": {"num_heads": 8},
-    "mellum": {"layer_types": SLIDING},
-    "ministral": {"layer_types": SLIDING},
+    "longcat_flash": {"head_dim": 8}, "mamba2": {"num_heads": 8},
     "mpt": {"attn_config": {"attn_pdrop": 0}},  # does not accept a float
     "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
                        "indexer_compress_ratio": 2},
-    "reformer": {"axial_pos_embds": False},
-    "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
-    "xlm": {"emb_dim": 64, "causal": True},
-    "xmod": {"default_language": "en_XX"},
+    "reformer": {"axial_pos_embds": False}, "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
+    "xlm": {"emb_dim": 64, "causal": True}, "xmod": {"default_language": "en_XX"},
     "zamba": {"attention_hidden_size": 128, "layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1, "sliding_window": WINDOW, "layer_types": ["hybrid", "hybrid_sliding"] * 2},

@@ -150,17 +150,8 @@ def test_every_preset_fits_its_script_and_has_a_header(config_of):
 # -- Make ------------------------------------------------------------------------------------------------------------
 def recipes() -> dict[str, list[str]]:
     """Target → its recipe lines."""
-    found, target = {}, None
-    for line in (ROOT / "Makefile").read_text().splitlines():
-        match = re.match(r"^([a-z0-9-]+):(?!=)", line)
-        if match and ":=" not in line:
-            target = match[1]
-            found.setdefault(target, [])
-        elif line.startswith("\t") and target:
-            found[target].append(line.strip())
-        elif line and not line.startswith(("\t", " ")):
-            target = None
-    return found
+    found = re.findall(r"^([a-z0-9-]+):(?!=)(?!.*:=).*\n((?:\t.*\n)*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    return {target: lines.splitlines() for target, lines in found}
 
 
 def test_the_files_of_every_make_target_exist():

@@ -65,7 +65,6 @@ def test_a_bad_command_line_is_refused_before_heavy_imports(tmp_path):
 
 
 def test_a_script_can_be_terminated_while_it_loads_packages(monkeypatch, capsys):
-    """Checking the command line does not change the SIGTERM handler."""
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(sys, "argv", ["toy.py", "--seed", "1"])
     check_command_line(JobConfig, "toy", "A toy.")

@@ -18,9 +18,9 @@ def tensors(seed: int = 0, rows: int = 6, width: int = 5):
     return logp.requires_grad_(), old, reference, advantages, mask
 
 
-def weights_of(mask, reduction, rows=slice(None)):
-    """The weights of some rows of an update."""
-    return token_weights(mask[rows], reduction, len(mask), mask.sum(), mask.shape[1])
+def weights_of(mask, reduction):
+    """The weights of an update in one batch."""
+    return token_weights(mask, reduction, len(mask), mask.sum(), mask.shape[1])
 
 
 REDUCTION = pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -59,8 +59,7 @@ def test_impossible_groups_are_refused():
 # -- loss ------------------------------------------------------------------------------------------------------------
 def test_on_policy_loss_is_minus_the_mean_advantage_and_its_gradient_is_reinforces():
     logp, _, _, advantages, mask = tensors()
-    weights = weights_of(mask, "dapo")
-    loss = grpo_loss(logp, logp.detach(), None, advantages, weights, Objective(beta=0))
+    loss = grpo_loss(logp, logp.detach(), None, advantages, weights_of(mask, "dapo"), Objective(beta=0))
     assert loss.item() == pytest.approx(-(advantages.unsqueeze(1) * mask).sum().item() / mask.sum().item())
     loss.backward()
     torch.testing.assert_close(logp.grad, -advantages.unsqueeze(1) * mask / mask.sum())
@@ -90,6 +89,7 @@ def test_token_weights_by_hand():
     mask = torch.tensor([[1.0, 1, 1], [1, 0, 0]])
     assert token_weights(mask, "grpo", 2, 4, 3).tolist() == [pytest.approx([1 / 6] * 3), [0.5, 0, 0]]
     assert token_weights(mask, "bnpo", 4, 8, 3).sum() == 1
+    assert token_weights(mask, "bnpo", 4, 8, 3, micro_batches=2).sum() == 0.5
     assert token_weights(mask, "dapo", 4, torch.tensor(8), 3).sum() == 0.5
     assert token_weights(mask, "dr_grpo", 4, 8, 3).sum().item() == pytest.approx(4 / 12)
 
@@ -119,33 +119,10 @@ def test_masked_tokens_have_no_effect(reduction):
     assert not logp.grad[~mask.bool()].any()
 
 
-def test_bnpo_is_the_mean_over_micro_batches():
-    *_, mask = tensors()
-    halves = []
-    for rows in (slice(0, 3), slice(3, 6)):
-        part = [mask[rows], "bnpo", len(mask), mask.sum(), mask.shape[1]]
-        alone, shared = token_weights(*part), token_weights(*part, micro_batches=2)
-        assert alone.sum().item() == pytest.approx(1) and torch.equal(shared, alone / 2)
-        halves.append(shared.sum())
-    assert sum(halves).item() == pytest.approx(1), "k micro-batches give one mean, not k"
-
-
-@pytest.mark.parametrize("reduction", ["grpo", "dr_grpo", "dapo"])
-def test_losses_of_micro_batches_add_up(reduction):
-    logp, old, reference, advantages, mask = tensors()
-    objective, parts = Objective(reduction), []
-    for rows in (slice(0, 2), slice(2, 6)):
-        weights = weights_of(mask, reduction, rows)
-        parts.append(grpo_loss(logp[rows], old[rows], reference[rows], advantages[rows], weights, objective))
-    whole = grpo_loss(logp, old, reference, advantages, weights_of(mask, reduction), objective)
-    assert sum(parts).item() == pytest.approx(whole.item(), abs=1e-12)
-
-
 @REDUCTION
 def test_a_batch_without_target_tokens_has_zero_loss(reduction):
     logp, old, reference, advantages, mask = tensors()
-    weights = token_weights(mask * 0, reduction, len(mask), (mask * 0).sum(), mask.shape[1])
-    loss = grpo_loss(logp, old, reference, advantages, weights, Objective(reduction))
+    loss = grpo_loss(logp, old, reference, advantages, weights_of(mask * 0, reduction), Objective(reduction))
     loss.backward()
     assert loss.item() == 0 and not logp.grad.any()
 

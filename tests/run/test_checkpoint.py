@@ -1,7 +1,7 @@
 """A checkpoint is complete or absent; a damaged one is reported, and the one before it is used."""
 
-import itertools
 import resource
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def save(run, step, value=0.0, **meta):
     return save_checkpoint(run, step, {"w": torch.full((3,), value)}, {"value": value}, meta)
 
 
-def flip(path, at):
+def flip(path, at=1):
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
@@ -78,10 +78,8 @@ def test_tied_tensors_are_saved_once_and_non_contiguous_ones_as_they_are(tmp_pat
 
 
 def test_trainer_state_holds_no_code(tmp_path):
-    """A file that contains code is refused and never run."""
-    path = save_checkpoint(tmp_path, 2, {"w": torch.ones(1)}, {"x": print}, {})
     with pytest.raises(UserError, match=r"step_2: trainer\.pt is not a trainer state .*something other than tensors"):
-        read_checkpoint(path)
+        read_checkpoint(save_checkpoint(tmp_path, 2, {"w": torch.ones(1)}, {"x": print}, {}))
 
 
 def test_the_newest_checkpoint_and_one_to_fall_back_to_are_kept(tmp_path):
@@ -108,21 +106,11 @@ def test_a_half_written_checkpoint_is_removed_and_a_stray_folder_ignored(tmp_pat
     assert names(tmp_path) == ["LATEST", "step_1", "step_1 (copy)"]
 
 
-def delete(path):
-    path.unlink()
+DAMAGES = [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:2]), flip]
 
 
-def truncate(path):
-    path.write_bytes(path.read_bytes()[:2])
-
-
-DAMAGES = [delete, truncate, lambda path: flip(path, 1)]
-NO_OBJECT = ("meta.json", lambda path: path.write_text("[]"))
-
-
-@pytest.mark.parametrize(
-    "file, damage", [*itertools.product(("model.safetensors", "trainer.pt", "meta.json"), DAMAGES), NO_OBJECT]
-)
+@pytest.mark.parametrize("damage", [*DAMAGES, lambda path: path.write_text("[]")])
+@pytest.mark.parametrize("file", ["model.safetensors", "trainer.pt", "meta.json"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used_even_twice(tmp_path, capsys, file, damage):
     save(tmp_path, 1, 1.0)
     for _ in range(2):  # the damaged checkpoint is set aside each time
@@ -152,9 +140,9 @@ def with_files(run, step: int, best: bytes, adapter: bytes):
     save_checkpoint(run, step, {"w": torch.ones(1)}, {}, {}, files=FILES)
 
 
-def restore(run, files=FILES):
+def restore(run):
     meta = load_checkpoint(run)[2]
-    restore_files(run, meta["files"], files, meta["step"])
+    restore_files(run, meta["files"], FILES, meta["step"])
 
 
 def content(run) -> list[bytes]:
@@ -191,8 +179,7 @@ def test_files_that_did_not_exist_at_the_checkpoint_are_removed(tmp_path):
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_file_that_is_lost_with_its_copy_is_refused_by_name(tmp_path, damage):
     with_files(tmp_path, 1, b"first", b"one")
-    (copy,) = [path for path in (tmp_path / "checkpoints" / "files").iterdir() if path.read_bytes() == b"first"]
-    damage(copy)
+    damage(next(path for path in (tmp_path / "checkpoints" / "files").iterdir() if path.read_bytes() == b"first"))
     restore(tmp_path)  # as long as the file itself is intact, its copy does not matter
     damage(tmp_path / "best.pt")
     with pytest.raises(UserError, match=r"best\.pt has changed since step 1 .*--output-dir"):
@@ -202,8 +189,7 @@ def test_a_file_that_is_lost_with_its_copy_is_refused_by_name(tmp_path, damage):
 def test_a_copy_is_stored_once_and_removed_with_its_checkpoints(tmp_path):
     for step, best in enumerate((b"a", b"a", b"b", b"c", b"c"), 1):
         with_files(tmp_path, step, best, b"one")
-    kept = [path.read_bytes() for path in (tmp_path / "checkpoints" / "files").iterdir()]
-    assert sorted(kept) == [b"c", b"one"]
+    assert {path.read_bytes() for path in (tmp_path / "checkpoints" / "files").iterdir()} == {b"c", b"one"}
 
 
 # -- a full disk -----------------------------------------------------------------------------------------------------
@@ -221,8 +207,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_intact(tmp_path, big, small_disk)
     save(tmp_path, 1, 1.0)
     large = {"w": torch.zeros(2**18)}
     content = (large, {}) if big == "tensors" else ({"w": torch.zeros(1)}, large)
-    with pytest.raises(UserError, match="step_2 could not be written") as error:
+    with pytest.raises(UserError, match="step_2 could not be written"):
         save_checkpoint(tmp_path, 2, *content, {})
-    assert len(str(error.value).splitlines()) == 1
     assert names(tmp_path) == ["LATEST", "step_1"]
     assert load_checkpoint(tmp_path)[1] == {"value": 1.0}

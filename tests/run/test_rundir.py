@@ -5,6 +5,7 @@ import dataclasses
 import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from toy_runs import Config, config, opened, refusal
@@ -76,13 +77,7 @@ def test_metrics_are_one_object_per_line_and_printed(here, capsys):
     assert capsys.readouterr().out == "step 1  loss 0.5\nstep 2  loss 0.1235  stage qat  tokens 128\n"
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        BrokenPipeError(32, "Broken pipe"), OSError(28, "No space left"), RuntimeError("?"), SystemExit(3),
-        asyncio.CancelledError(), BaseException("odd"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), SystemExit(3), asyncio.CancelledError()])
 def test_a_failing_tracker_is_one_warning_and_the_run_continues(here, capsys, error):
     run, sent = Run(here, resumed=False), []
 
@@ -128,12 +123,11 @@ READ = ("summary.json", "metrics.jsonl", "config.yaml", "manifest.json", "model"
 
 
 @pytest.mark.parametrize("file", ["summary.json", "metrics.jsonl", "config.yaml", "manifest.json", "model/weights"])
-@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: bytes([data[0] ^ 1]) + data[1:], None])
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-1])])
 def test_readers_notice_a_changed_file_of_a_finished_run(finished_run, file, damage):
     check_files(finished_run, *READ)
     path = finished_run / file
-    whole = path.read_bytes()
-    path.unlink() if damage is None else path.write_bytes(damage(whole))
+    damage(path)
     check_files(finished_run, *(name for name in READ if name != file.split("/")[0]))  # the changed file is not read
     with pytest.raises(UserError, match=rf"{file} (is missing|has changed since the run wrote it).*restore it"):
         check_files(finished_run, *READ)

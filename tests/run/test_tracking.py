@@ -70,9 +70,7 @@ def test_a_missing_package_is_reported_before_the_run(here, monkeypatch, name):
         config(report_to=name)
 
 
-@pytest.mark.parametrize(
-    "line", ["raise SystemExit(3)", "raise OSError(28, 'full')", "raise BrokenPipeError", "import nosuch"]
-)
+@pytest.mark.parametrize("line", ["raise SystemExit(3)", "raise OSError(28, 'full')", "import nosuch"])
 def test_a_package_that_fails_to_import_is_reported(here, tmp_path, monkeypatch, line):
     (tmp_path / "wandb.py").write_text(line)
     monkeypatch.syspath_prepend(tmp_path)
@@ -80,9 +78,7 @@ def test_a_package_that_fails_to_import_is_reported(here, tmp_path, monkeypatch,
         config(report_to="wandb")
 
 
-@pytest.mark.parametrize(
-    "error", [BrokenPipeError(32, "Broken pipe"), OSError(28, "No space left"), SystemExit(3), asyncio.CancelledError()]
-)
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), SystemExit(3), asyncio.CancelledError()])
 def test_a_tracker_that_does_not_start_is_one_warning_and_loses_no_line(here, wandb, monkeypatch, capsys, error):
     def fail(**settings):
         raise error

@@ -13,8 +13,9 @@ def lines(run: Path) -> list[dict]:
     return [{key: value for key, value in line.items() if key != "tokens_per_s"} for line in found]
 
 
-def losses(run: Path) -> list[float]:
-    return [line["loss"] for line in lines(run) if "loss" in line]
+def curve(run: Path, figure: str, stage: str | None = None) -> list[float]:
+    """The values of a figure that a run logged, in all stages or in one."""
+    return [line[figure] for line in lines(run) if figure in line and stage in (None, line["stage"])]
 
 
 def summary(run: Path) -> dict:

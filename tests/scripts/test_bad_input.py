@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 from locked import locked
@@ -20,9 +19,7 @@ from qat_lora.run.files import read_json
         ("build_kd_cache", "", "--cache-dir is missing"), ("train_qat", "", "--cache-dir is missing"),
         ("train_recovery_lora", "", "--checkpoint"), ("train_recovery_lora", "--checkpoint a.pt", "--cache-dir"),
         ("train_recovery_lora", "--checkpoint a.pt --v2-checkpoint b.pt", "are the same option; give it once"),
-        ("train_qat", "--cache-dri x", "did you mean --cache-dir?"),
         ("train_recovery_lora", "recovery-rr=4", "did you mean --recovery-r?"),
-        ("train_qat", "--config q2_g23", "did you mean q2_g32?"),
     ],
 )  # fmt: skip
 def test_missing_and_misspelt_options_are_named(refuse, script, flags, part):
@@ -34,22 +31,15 @@ def test_missing_and_misspelt_options_are_named(refuse, script, flags, part):
     [
         ("--mlp balanced5/g32", "balanced5/g32"), ("--attn lut4/r4096", "rank 4096"), ("--mlp int4/g48", "48"),
         ("--mlp none --attn none", "nothing would be quantised"), ("--init best", "rtn, mse, gptq"),
-        ("--scope head", "all, mlp, attn, weights"), ("--ema 1", "--ema 1.0"), ("--batch-size 0", "--batch-size 0"),
-        ("--learning-rate -1", "--learning-rate -1.0"), ("--accumulation-steps 0", "--accumulation-steps 0"),
+        ("--scope head", "all, mlp, attn, weights"), ("--ema 1", "--ema 1.0"), ("--device gpu", "cuda"),
         ("--accumulation-steps 1000000000", "--accumulation-steps 1000000000 must be from 1 to 10,000"),
-        ("--max-steps 1000000000000", "--max-steps 1000000000000 must be from 0 to 1,000,000,000"),
-        ("--layer-steps 1000000000000", "--layer-steps 1000000000000 must be from 0 to 1,000,000,000"),
-        ("--scale-steps 1000000000000", "--scale-steps 1000000000000 must be from 0 to 1,000,000,000"),
-        ("--scale-steps -1", "--scale-steps -1"), ("--scale-learning-rate 1e30", "--scale-learning-rate 1e+30"),
         ("--learning-rate 1e30", "--learning-rate 1e+30 must be above 0 and at most 1,000"),
-        ("--layer-learning-rate 1e30", "--layer-learning-rate 1e+30"), ("--precision fp8", "auto, fp32, bf16"),
-        ("--layer-kd-weight 1e30", "--layer-kd-weight 1e+30 must be from 0 to 1,000,000"), ("--device gpu", "cuda"),
-        ("--eval-rows 0", "--eval-rows 0 must be at least 1"), ("--batch-size 64", "24 training rows"),
+        ("--eval-rows 0", "--eval-rows 0 must be at least 1"),
+        ("--batch-size 64", "24 training rows are fewer than --batch-size 64"),
     ],
 )  # fmt: skip
 def test_impossible_values_of_qat_are_refused(refuse, qat, tmp_path, flags, part):
-    message = refuse("train_qat", *qat, *flags.split())
-    assert part in message and (part != "24 training rows" or flags in message)
+    assert part in refuse("train_qat", *qat, *flags.split())
     assert not (tmp_path / "run").exists()
 
 
@@ -57,9 +47,7 @@ def test_impossible_values_of_qat_are_refused(refuse, qat, tmp_path, flags, part
     "flags, part",
     [
         ("--targets q,w", "q,k,v,o,gate,up,down"), ("--recovery-r 0", "--lora-r 0"), ("--mode dpo", "kd, sft, recover"),
-        ("--max-steps 1000000000000", "--max-steps 1000000000000 must be from 0 to 1,000,000,000"),
-        ("--recovery-alpha 1e30", "alpha 1e+30"), ("--anchor-weight 1e30", "--anchor-weight 1e+30"),
-        ("--anchor-weight -1", "--anchor-weight"), ("--anchor-rows 0", "--anchor-rows"),
+        ("--recovery-alpha 1e30", "alpha 1e+30"), ("--anchor-weight -1", "--anchor-weight"),
         ("--anchor-length 1", "--anchor-length"), ("--adapter-init loftq", "zero, error"),
     ],
 )  # fmt: skip
@@ -76,17 +64,19 @@ def test_recovery_without_heldout_text_is_refused_before_training(refuse, tiny_s
 
 
 def test_rows_longer_than_the_models_context_are_refused(refuse, tiny_model_dir, tiny_student, tmp_path):
-    message = refuse("build_kd_cache", "--model", tiny_model_dir, "--cache-dir", tmp_path / "c", "--length", 513)
-    assert "--length 513 exceeds the 512 positions" in message
-    assert "exceeds the 512 positions" in refuse("measure_perplexity", "--model", tiny_model_dir, "--length", 1024)
-    flags = ["--checkpoint", tiny_student, "--mode", "recover", "--length", 1024, *SMALL]
-    assert "exceeds the 512 positions" in refuse("train_recovery_lora", *flags)
+    for script, *flags in (
+        ("build_kd_cache", "--model", tiny_model_dir, "--cache-dir", tmp_path / "c"),
+        ("measure_perplexity", "--model", tiny_model_dir),
+        ("train_recovery_lora", "--checkpoint", tiny_student, "--mode", "recover", *SMALL),
+    ):
+        assert "--length 513 exceeds the 512 positions" in refuse(script, *flags, "--length", 513)
 
 
 # -- models, the hub and texts ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["smolm2-135m", "nobody/no-such-model-qat-lora", "./no/such/folder"])
 @pytest.mark.parametrize("script", ["build_kd_cache", "train_qat"])
-def test_the_error_for_an_unavailable_model_names_the_embedded_one(refuse, cache, tmp_path, script, name):
+def test_the_error_for_an_unavailable_model_names_the_embedded_one(refuse, cache, tmp_path, monkeypatch, script, name):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # refuses the connection
     folder = tmp_path / "new" if script == "build_kd_cache" else cache
     message = refuse(script, "--model", name, "--cache-dir", folder)
     assert repr(name) in message and "smollm2-135m" in message
@@ -99,16 +89,15 @@ def new(tiny_model_dir, tmp_path):
 
 
 def test_missing_and_short_texts_are_refused(refuse, new, tmp_path):
-    message = refuse("build_kd_cache", *new, "--dataset", "nobody/no-such-text-qat-lora")
-    assert "nobody/no-such-text-qat-lora" in message and '"embedded"' in message
+    assert '"embedded"' in refuse("build_kd_cache", *new, "--dataset", "nobody/no-such-text-qat-lora")
     assert "no such file" in refuse("build_kd_cache", *new, "--dataset", "missing.txt")
     (tmp_path / "short.txt").write_text("A few words.")
     message = refuse("build_kd_cache", *new, "--dataset", tmp_path / "short.txt", "--length", 64)
-    assert "too few for a row of 64" in message and "lower --length or add text" in message
+    assert "too few for a row of 64; lower --length or add text" in message
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("number", [10**9, 10**12, 2**63])
+@pytest.mark.parametrize("number", [10**9, 2**63])
 @pytest.mark.parametrize("flag", ["--batch-size", "--draws"])
 def test_a_teacher_pass_too_large_for_memory_writes_no_cache(refuse, new, tmp_path, flag, number):
     message = refuse("build_kd_cache", *new, "--length", 512, "--max-rows", 8, flag, number)
@@ -117,29 +106,26 @@ def test_a_teacher_pass_too_large_for_memory_writes_no_cache(refuse, new, tmp_pa
 
 
 @pytest.fixture
-def altered(tiny_model_dir, tiny_tokenizer, tmp_path):
-    """altered(change): a folder with the tiny tokenizer and the tiny model after change(model)."""
-
-    def make(change) -> Path:
-        model = load_model(str(tiny_model_dir))
-        change(model)
-        model.save_pretrained(tmp_path / "altered")
-        tiny_tokenizer.save_pretrained(tmp_path / "altered")
-        return tmp_path / "altered"
-
-    return make
+def teacher(tiny_model_dir, tiny_tokenizer, tmp_path):
+    """A copy of the tiny model, and the folder that holds its tokenizer, to save it to."""
+    tiny_tokenizer.save_pretrained(tmp_path / "teacher")
+    return load_model(str(tiny_model_dir)), tmp_path / "teacher"
 
 
-def test_a_teacher_with_nan_weights_writes_no_cache(refuse, new, altered, tmp_path):
-    teacher = altered(lambda model: model.model.norm.weight.data.fill_(float("nan")))
-    assert "gives NaN or infinite logits" in refuse("build_kd_cache", *new, "--model", teacher)
+def test_a_teacher_with_nan_weights_writes_no_cache(refuse, new, teacher, tmp_path):
+    model, folder = teacher
+    model.model.norm.weight.data.fill_(float("nan"))
+    model.save_pretrained(folder)
+    assert "gives NaN or infinite logits" in refuse("build_kd_cache", *new, "--model", folder)
     assert not (tmp_path / "new").exists()
 
 
-def test_a_teacher_with_a_padded_embedding_works(run, new, qat, recovery, altered, tmp_path):
+def test_a_teacher_with_a_padded_embedding_works(run, new, qat, recovery, teacher, tmp_path):
     """It has the student's tokenizer; the additional rows of its embedding are padding."""
-    teacher = altered(lambda model: model.resize_token_embeddings(600))
-    run("build_kd_cache", *new, "--model", teacher)
+    model, folder = teacher
+    model.resize_token_embeddings(600)
+    model.save_pretrained(folder)
+    run("build_kd_cache", *new, "--model", folder)
     run("train_qat", *qat, "--cache-dir", tmp_path / "new", "--max-steps", 1)
     run("train_recovery_lora", *recovery, "--kd-cache-dir", tmp_path / "new", "--output-dir", tmp_path / "lora")
     for folder in ("run", "lora"):

@@ -1,10 +1,8 @@
 """Faults of runs, checkpoints and training give one line that names the fault and its fix, and no data is lost."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ from safetensors.torch import load_file
 from small import damage, full_disk
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from qat_lora.errors import ROOT
 from qat_lora.kd import training
 from qat_lora.quant.student import read_student
 from qat_lora.run import options
@@ -66,34 +63,26 @@ def test_a_student_is_marked_untrained_if_its_quantisers_change(run, qat, tiny_s
     assert read_student(tmp_path / "run" / "best.pt")["info"]["trained"] is trained
 
 
-@pytest.mark.parametrize("change", [{"hidden_size": 128}, {"num_hidden_layers": 3}, {"vocab_size": 600}])
-def test_a_student_is_refused_if_its_model_folder_has_changed(
-    refuse, recovery, tiny_student, tiny_model_dir, tiny_tokenizer, tmp_path, change
+def test_a_student_is_refused_if_its_folder_now_holds_a_model_of_another_shape(
+    refuse, recovery, tiny_student, tiny_model_dir, tiny_tokenizer, tmp_path
 ):
-    """The student file names a folder that now holds a model of another shape."""
-    LlamaForCausalLM(LlamaConfig.from_pretrained(tiny_model_dir, **change)).save_pretrained(tmp_path / "model")
+    other = LlamaConfig.from_pretrained(tiny_model_dir, hidden_size=128)
+    LlamaForCausalLM(other).save_pretrained(tmp_path / "model")
     tiny_tokenizer.save_pretrained(tmp_path / "model")
     torch.save(read_student(tiny_student) | {"model": str(tmp_path / "model")}, tmp_path / "best.pt")
     message = refuse("train_recovery_lora", *recovery, "--checkpoint", tmp_path / "best.pt")
     assert "best.pt" in message and "does not fit" in message
 
 
-@pytest.mark.parametrize(
-    "fault",
-    ["truncated", "flipped", "empty", "missing", {"weights": 1}, [1], {"format": "qat_lora.student.1"}],
-    ids=str,
-)
-def test_a_damaged_student_is_named(refuse, recovery, tiny_student, tmp_path, fault):
-    path = tmp_path / "best.pt"
-    if isinstance(fault, str):
-        damage(shutil.copy(tiny_student, path), fault)
-    else:
-        torch.save(fault, path)
+@pytest.mark.parametrize("kind", ["truncated", "flipped", "empty", "missing"])
+def test_a_damaged_student_is_named(refuse, recovery, tiny_student, tmp_path, kind):
+    path = Path(shutil.copy(tiny_student, tmp_path / "best.pt"))
+    damage(path, kind)
     assert str(path) in refuse("train_recovery_lora", *recovery, "--checkpoint", path)
 
 
 # -- training that goes wrong ----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("rate", ["1e12", "1e30", "1e38"])
+@pytest.mark.parametrize("rate", ["1e12", "1e38"])
 def test_a_diverging_loss_stops_the_run_and_keeps_the_last_good_checkpoint(refuse, qat, tmp_path, monkeypatch, rate):
     for module in (options, loop, training):  # allows rates at which the loss diverges at once
         monkeypatch.setattr(module, "check_range", lambda *_, **__: None)
@@ -129,15 +118,3 @@ def test_full_disk_while_saving_an_adapter(refuse, run, recovery, tmp_path):
         assert "adapter could not be written" in refuse("train_recovery_lora", *recovery)
     run("train_recovery_lora", *recovery, "--resume", "auto")
     assert load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
-
-
-# -- the process -----------------------------------------------------------------------------------------------------
-def test_an_unreachable_hub_gives_one_line_and_exit_code_2(tmp_path):
-    """The hub refuses the connection."""
-    command = [sys.executable, "scripts/train_qat.py", "--model", "nobody/nothing", "--cache-dir", str(tmp_path)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9"}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (2, "train_qat: loading PyTorch\n")
-    assert done.stderr.startswith("error: model 'nobody/nothing'") and done.stderr.count("\n") == 1
-    assert "smollm2-135m" in done.stderr

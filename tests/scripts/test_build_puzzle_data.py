@@ -51,15 +51,12 @@ def test_a_corpus_becomes_rows_without_the_longer_ones(build, tmp_path, capsys):
         (["count=100000", "kind=sudoku4", "--least-blanks", "1"], "--count: 100000 puzzles are more than the 85632"),
         (["count=49", "kind=maze5", "--dry-run"], "--count: 49 puzzles are more than the 48 maze5 that exist"),
         (["count=9", "heldout_fraction=1"], "--heldout-fraction 1.0 must be above 0 and below 1"),
-        (["count=0", "--dry-run"], "--count 0 must"), (["heldout_fraction=2", "--dry-run"], "--heldout-fraction 2.0"),
+        (["heldout_fraction=2", "--dry-run"], "--heldout-fraction 2.0"),
         (["corpus=pairs.jsonl", "iterations=5000000000"], "--iterations 5000000000 must be at least 0 and below"),
-        (["corpus=pairs.jsonl", "length=100000000000"], "--length 100000000000 must be from 2 to 1,048,576"),
         (["kind=sudoku9", "--least-blanks", "0.8", "--dry-run"], "--least-blanks 0.8: no sudoku9 with one answer has"),
         (["least_blanks=0.9", "most_blanks=0.5"], "--least-blanks 0.9 and --most-blanks 0.5"),
-        (["corpus=none.jsonl"], "no such file"),
-        (["corpus=pairs.jsonl", "length=1"], "--length 1 must be from 2"),
-        (["corpus=pairs.jsonl", "iterations=-1"], "--iterations -1"), (["output_dir=pairs.jsonl"], "already exists"),
-        (["corpus=pairs.jsonl"], "pairs.jsonl row 2: response is None"), (["kinds=maze9"], "did you mean --kind"),
+        (["corpus=none.jsonl"], "no such file"), (["corpus=pairs.jsonl", "length=1"], "--length 1 must be from 2"),
+        (["corpus=pairs.jsonl"], "pairs.jsonl row 2: response is None"), (["output_dir=pairs.jsonl"], "already exists"),
     ],
 )  # fmt: skip
 def test_an_error_names_the_bad_input_and_nothing_is_written(build, tmp_path, words, said):

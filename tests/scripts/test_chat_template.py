@@ -106,11 +106,6 @@ def test_sft_with_bos_saves_a_tokenizer_that_adds_one_bos(run, base_dir, tmp_pat
     assert asked[0] == saved.bos_token_id and asked.count(saved.bos_token_id) == 1
 
 
-def test_raw_and_a_chat_template_exclude_each_other(refusal):
-    said = refusal("run_inference", "--raw", "--prompt", "Hi", "--chat-template", "chatml", "--device", "cpu")
-    assert "--raw uses no chat template" in said
-
-
 # -- the tokenizer's own templates: several with names, and one that opens a thought -----------------------------------
 TURNS = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content.split('</think>')[-1] + eos_token }}"
@@ -128,14 +123,11 @@ def with_template(folder, template):
     return folder
 
 
-def test_a_template_that_opens_a_thought_works_with_and_without_thinking(run, refuse, base_dir, scripts, tmp_path):
+def test_a_template_that_opens_a_thought_works_with_and_without_thinking(run, base_dir, scripts, tmp_path):
     folder = with_template(shutil.copytree(base_dir, tmp_path / "opens"), OPENS)
     for script, flags in scripts.items():
         for thinking in ("on", "off"):
             run(script, "--model", folder, *flags, "--thinking", thinking, "--device", "cpu")
-    for script in ("train_cot_sft", "train_musclebob_improved", "run_inference", "run_legal_assistant"):
-        said = refuse(script, "--model", folder, *scripts[script], "--thinking", "maybe", "--device", "cpu")
-        assert "--thinking 'maybe' is not one of on, off" in said
     run("train_cot_sft", "--model", folder, *LAW, *CPU, "--output-dir", tmp_path / "r")
     run("run_legal_assistant", "--run", tmp_path / "r", "--question", "When?", "--device", "cpu")
 

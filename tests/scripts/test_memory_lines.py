@@ -38,9 +38,9 @@ ESTIMATED = (
 
 
 @pytest.mark.parametrize("script", ESTIMATED)
-def test_a_dry_run_prints_one_line_with_the_total_memory(run, flags, capsys, script):
+def test_a_dry_run_prints_one_line_with_the_total_memory_and_writes_nothing(run, flags, tmp_path, capsys, script):
     run(script, *flags(script), "--dry-run")
-    assert len(LINE.findall(capsys.readouterr().out)) == 1
+    assert len(LINE.findall(capsys.readouterr().out)) == 1 and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("script", [*ESTIMATED, "export_model", "run_inference"])

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, PeftModel
+from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file, save_file
-from small import CACHE, LEARNS, SMALL
+from small import CACHE, LEARNS, SMALL, damage
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qat_lora.errors import UserError
@@ -132,15 +132,13 @@ def load_adapters_from_elsewhere(made, elsewhere, monkeypatch):
         patch.chdir(elsewhere)
         for folder in (made / "l", made / "exports" / "._m"):
             adapted = AutoPeftModelForCausalLM.from_pretrained(folder / "adapter")
-            assert isinstance(adapted, PeftModel)
         student, _ = load_student(made / "r" / "best.pt")
         weight = adapted.get_base_model().model.layers[0].mlp.up_proj.base_layer.weight
         assert torch.equal(weight, student.model.layers[0].mlp.up_proj.weight)
 
 
 def test_an_adapter_of_a_full_precision_model_recognises_that_model(run, refuse, here):
-    model = add_adapter(load_model("m"), 4, 8, ("q",), 0)
-    save_adapter(model, here / "adapter", None)
+    save_adapter(add_adapter(load_model("m"), 4, 8, ("q",), 0), here / "adapter", None)
     (here / "m").rename(here / "moved")
     flags = ["--model", "moved", "--adapter", "adapter", *PPL]
     run("measure_perplexity", *flags)
@@ -152,31 +150,14 @@ def test_an_adapter_of_a_full_precision_model_recognises_that_model(run, refuse,
 
 
 # -- nothing is left behind ------------------------------------------------------------------------------------------
-def odd_models(folder):
-    """{name: part of the message} of models that are refused, made in `folder` from m/."""
-
-    def copied(name):
-        return shutil.copytree(folder / "m", folder / name)
-
-    config = json.loads((folder / "m" / "config.json").read_text())
-    (copied("unknown") / "config.json").write_text(json.dumps(config | {"model_type": "foo"}))
-    (copied("layers") / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
-    tensors = load_file(folder / "m" / "model.safetensors")
-    untied = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}
-    save_file(untied, copied("untied") / "model.safetensors", {"format": "pt"})
-    (copied("both") / "adapter_config.json").write_text("{}")
-    for file in copied("mute").glob("token*"):
-        file.unlink()
-    with open(copied("cut") / "model.safetensors", "r+b") as file:
-        file.truncate(50_000)
-    return {
-        "unknown": "does not know", "layers": "does not describe", "untied": "tie_word_embeddings",
-        "both": "and an adapter", "mute": "has no tokenizer", "cut": "damaged",
-    }  # fmt: skip
-
-
 def test_a_refused_model_leaves_nothing_behind(refuse, here, cache):
-    for name, part in odd_models(here).items():
+    unknown, mute, cut = (shutil.copytree("m", here / name) for name in ("unknown", "mute", "cut"))
+    config = json.loads((unknown / "config.json").read_text())
+    (unknown / "config.json").write_text(json.dumps(config | {"model_type": "foo"}))
+    for file in mute.glob("token*"):
+        file.unlink()
+    damage(cut / "model.safetensors", "truncated")
+    for name, part in {"unknown": "does not know", "mute": "has no tokenizer", "cut": "damaged"}.items():
         for dry in ([], ["--dry-run"]):
             assert part in refuse("build_kd_cache", "--model", name, "--cache-dir", "new", *CACHE, *dry)
             flags = ["--model", name, "--cache-dir", cache, "--output-dir", "run", *SMALL]

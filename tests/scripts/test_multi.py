@@ -15,7 +15,7 @@ import psutil
 import pytest
 from forked import ROOT
 from patience import PATIENCE
-from records import apart, lines, losses, newest, summary
+from records import apart, curve, lines, newest, summary
 
 from qat_lora.backend import TorchBackend
 from qat_lora.kd.dataset import KDCacheDataset
@@ -150,7 +150,7 @@ def test_interrupted_jobs_resume_to_the_run_of_one_that_was_not(run, forks, qat,
     # one worker takes over, with four rows per update as before
     run("train_qat", *flags, "--accumulation-steps", 2, "--output-dir", alone, "--resume", "auto")
     assert summary(alone)["status"] == "finished"
-    ours, theirs = losses(alone), losses(tmp_path / "whole")
+    ours, theirs = curve(alone, "loss"), curve(tmp_path / "whole", "loss")
     assert ours[:saved] == theirs[:saved] and len(ours) == len(theirs)
     assert ours[saved : saved + 10] == pytest.approx(theirs[saved : saved + 10], rel=CLOSE)
 

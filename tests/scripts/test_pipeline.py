@@ -1,9 +1,7 @@
 """The three scripts end to end on the tiny model, and resuming runs whose process was killed at any moment."""
 
-import hashlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -11,9 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from forked import ROOT, kill
-from records import assert_same_files, lines, newest, summary
+from records import assert_same_files, curve, lines, newest, summary
 from safetensors.torch import load_file
 
 from qat_lora.quant.student import read_student
@@ -31,10 +28,6 @@ RECORD = "run.session.Session.record"  # called right after an update
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"  # compiles in half the time
 
 
-def curve(run: Path, key: str, stage: str) -> list[float]:
-    return [line[key] for line in lines(run) if key in line and line["stage"] == stage]
-
-
 def assert_same_end(one: Path, other: Path, *files: str) -> None:
     """Assert that two finished runs logged the same figures and have the same parameters and files."""
     assert lines(one) == lines(other)
@@ -48,12 +41,9 @@ def assert_same_end(one: Path, other: Path, *files: str) -> None:
 
 def assert_complete(run: Path, steps: int) -> None:
     """Assert that the run directory is complete: each file exists and is readable."""
-    config = yaml.safe_load((run / "config.yaml").read_text())
-    assert config["batch_size"] == 4 and config["device"] == "cpu"
     manifest = json.loads((run / "manifest.json").read_text())
-    assert manifest.keys() >= {"experiment", "argv", "git", "dirty", "python", "packages", "seed", "device", "started"}
     assert manifest["experiment"] == Path(manifest["argv"][0]).stem
-    assert manifest["packages"]["torch"] == torch.__version__.split("+")[0]
+    assert manifest["device"] == "cpu (fp32)"
     end = summary(run)
     assert end["status"] == "finished" and end["bits_per_weight"] > 2
     assert end["seconds"] and end["peak_memory_mb"] > 0
@@ -118,7 +108,7 @@ def test_qat_leaves_a_complete_run_and_a_better_student(pipeline):
 def test_recovery_leaves_a_complete_run_and_a_peft_adapter(pipeline):
     run = pipeline / "recovery"
     assert_complete(run, 8)
-    kl = curve(run, "heldout_kl", "recovery")
+    kl = curve(run, "heldout_kl")
     assert min(kl) < kl[0]
     config = json.loads((run / "adapter" / "adapter_config.json").read_text())
     assert config["r"] == 2 and "k_proj" not in config["target_modules"]
@@ -132,18 +122,10 @@ def test_recovery_trains_on_text_too(recover, tmp_path, mode):
     rows = [{"instruction": f"Count to {n}.", "output": " ".join(map(str, range(n)))} for n in range(1, 60)]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = ["--dataset", tmp_path / "chats.jsonl" if mode == "sft" else "embedded", "--length", 32, "--max-rows", 40]
-    more = ["--heldout-fraction", 0.2, "--anchor-weight", 0.1]
-    recover(tmp_path / "run", "--mode", mode, *text, *more)
-    nll = curve(tmp_path / "run", "heldout_nll", "recovery")
+    recover(tmp_path / "run", "--mode", mode, *text, "--heldout-fraction", 0.2, "--anchor-weight", 0.1)
+    nll = curve(tmp_path / "run", "heldout_nll")
     assert min(nll) < nll[0]
     assert (tmp_path / "run" / "adapter" / "adapter_config.json").is_file()
-
-
-def test_a_dry_run_writes_nothing(run, pipeline, sharp_model_dir, tmp_path, capsys):
-    cache = ["--model", sharp_model_dir, "--cache-dir", pipeline / "cache"]
-    run("train_qat", *cache, *QAT, "--output-dir", tmp_path / "run", "--dry-run")
-    assert "batch_size 4 × accumulation_steps 1 × num_chips 1 = 4 rows or 128 tokens" in capsys.readouterr().out
-    assert not (tmp_path / "run").exists()
 
 
 def test_scales_train_from_the_best_state_and_resume_to_the_same_bits(train_qat, tmp_path):
@@ -183,23 +165,13 @@ def test_qat_killed_again_and_again_resumes_to_the_same_bits(train_qat, pipeline
 
 def test_recovery_resumes_to_the_same_bits(recover, pipeline, tmp_path):
     run, cache = tmp_path / "run", ["--kd-cache-dir", pipeline / "cache"]
-    recover(run, *cache, death=(RECORD, 4, signal.SIGTERM, False))
-    assert summary(run) == {"status": "preempted", "step": 4}
+    said = recover(run, *cache, death=(RECORD, 4, signal.SIGTERM, False))
+    assert summary(run) == {"status": "preempted", "step": 4} and newest(run).name == "step_4"
+    assert "SIGTERM: saved step 4" in said
     recover(run, *cache, death=kill(RECORD, 3))  # after the save of step 6
     recover(run, *cache, death=kill("lora.adapter.write_origin", 1))  # trained, the adapter is incomplete
     recover(run, *cache)
     assert_same_end(run, pipeline / "recovery", "adapter/adapter_model.safetensors")
-
-
-def test_sigterm_finishes_the_step_and_exits_0(train_qat, pipeline, tmp_path):
-    run = tmp_path / "run"
-    for call, step in ((2, 2), (11, 13)):  # in the layer stage; then, resumed after step 2, in the stage end to end
-        said = train_qat(run, death=(RECORD, call, signal.SIGTERM, False))
-        assert summary(run) == {"status": "preempted", "step": step}
-        assert newest(run).name == f"step_{step}"
-        assert f"SIGTERM: saved step {step}" in said
-    train_qat(run)
-    assert_same_end(run, pipeline / "qat", "best.pt")
 
 
 def test_a_killed_cache_build_resumes_to_the_same_bytes(forks, pipeline, sharp_model_dir, tmp_path):
@@ -208,35 +180,21 @@ def test_a_killed_cache_build_resumes_to_the_same_bytes(forks, pipeline, sharp_m
     forks.execute("build_kd_cache", *flags, death=kill("kd.cache._targets", 3))  # in a pass of the teacher
     forks.execute("build_kd_cache", *flags)
 
-    def content(folder: Path) -> dict:
-        files = [path for path in folder.iterdir() if path.name != "summary.json"]
-        return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-    assert content(tmp_path / "cache") == content(pipeline / "cache")
-
-
-def test_a_damaged_checkpoint_falls_back_to_the_one_before(train_qat, pipeline, tmp_path):
-    run = shutil.copytree(pipeline / "qat", tmp_path / "run")
-    (run / "summary.json").unlink()
-    damaged = newest(run) / "model.safetensors"
-    damaged.write_bytes(damaged.read_bytes()[:-7])
-    said = train_qat(run)
-    assert "step_16: model.safetensors is damaged" in said and "resuming at step 14" in said
-    assert_same_end(run, pipeline / "qat", "best.pt")
+    files = [path.name for path in (pipeline / "cache").iterdir() if path.name != "summary.json"]
+    assert {path.name for path in (tmp_path / "cache").iterdir()} == {*files, "summary.json"}
+    assert_same_files(tmp_path / "cache", pipeline / "cache", *files)
 
 
 # -- XLA -------------------------------------------------------------------------------------------------------------
 @pytest.mark.deep
 @pytest.mark.xla
 def test_train_qat_on_xla_compiles_nothing_after_its_first_step(pipeline, sharp_model_dir, tmp_path):
-    flags = ["--model", sharp_model_dir, "--cache-dir", pipeline / "cache", "--output-dir", tmp_path / "run", *SHORT]
-    flags = [*flags, "--init", "rtn", "--ema", 0.5, "--max-steps", 4, "--eval-every", 2, "--log-every", 1]
-    flags = [*flags, "--device", "xla", "--accumulation-steps", 2]
-    command = [sys.executable, ROOT / "scripts" / "train_qat.py", *flags]
+    run, cache = tmp_path / "run", ["--model", sharp_model_dir, "--cache-dir", pipeline / "cache"]
+    flags = "--init rtn --ema 0.5 --max-steps 4 --eval-every 2 --log-every 1 --device xla --accumulation-steps 2"
+    script = [sys.executable, ROOT / "scripts" / "train_qat.py", *cache, "--output-dir", run]
     env = os.environ | {"PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK}
-    done = subprocess.run(list(map(str, command)), env=env, capture_output=True, text=True)
+    done = subprocess.run([*map(str, script), *SHORT, *flags.split()], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    run = tmp_path / "run"
     compiles = curve(run, "compiles", "qat")
     assert compiles[0] > 0 and compiles[0] == compiles[-1] and len(compiles) == 4
     assert summary(run)["compiles"] == compiles[-1] and summary(run)["fallbacks"] == 0

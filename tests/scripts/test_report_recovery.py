@@ -15,28 +15,23 @@ def runs(tmp_path_factory, sharp_model_dir, run):
     run("build_kd_cache", *model, *cache, "--length", 32, "--max-rows", 80)
     stages = ["--layer-steps", 2, "--layer-rows", 8, "--scale-steps", 2]
     run("train_qat", *model, *cache, "--output-dir", folder / "qat", *small, "--max-steps", 4, *stages)
-    run(
-        "train_recovery_lora",
-        "--checkpoint",
-        folder / "qat/best.pt",
-        *cache,
-        "--output-dir",
-        folder / "recovery",
-        *small,
-    )
+    student = ["--checkpoint", folder / "qat/best.pt"]
+    run("train_recovery_lora", *student, *cache, "--output-dir", folder / "recovery", *small)
     return folder
 
 
-def test_the_report_has_every_stage_with_its_figures_and_pictures(runs, run):
-    flags = ["--qat-run", runs / "qat", "--recovery-run", runs / "recovery", "--cache-dir", runs / "cache"]
-    run("report_recovery", *flags, "--rows", 4, "--new-tokens", 3, *CPU)
+@pytest.fixture
+def own(runs):
+    return ["--qat-run", runs / "qat", "--recovery-run", runs / "recovery", "--cache-dir", runs / "cache"]
+
+
+def test_the_report_has_every_stage_with_its_figures_and_pictures(runs, own, run):
+    run("report_recovery", *own, "--rows", 4, "--new-tokens", 3, *CPU)
     text = (runs / "report.md").read_text()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
-    names = [row[0] for row in rows[2:]]
-    assert names == ["teacher", "round-to-nearest", "layer-wise", "QAT", "+ scales", "+ LoRA"]
     figures = {row[0]: row[1:] for row in rows[2:]}
-    assert float(figures["teacher"][1]) == pytest.approx(0, abs=1e-4)
-    assert float(figures["teacher"][2]) == 16
+    assert list(figures) == ["teacher", "round-to-nearest", "layer-wise", "QAT", "+ scales", "+ LoRA"]
+    assert float(figures["teacher"][1]) == pytest.approx(0, abs=1e-4) and float(figures["teacher"][2]) == 16
     assert float(figures["round-to-nearest"][1]) > float(figures["layer-wise"][1]) > 0
     assert float(figures["+ LoRA"][2]) > float(figures["QAT"][2]) == 2.5
     for run in ("qat", "recovery"):
@@ -45,12 +40,10 @@ def test_the_report_has_every_stage_with_its_figures_and_pictures(runs, run):
     assert text.count("**teacher**:") == 1 and text.count("**+ LoRA**:") == 1
 
 
-def test_parts_of_different_experiments_are_refused(runs, run, refuse, sharp_model_dir, tmp_path):
-    """With an adapter of another student or another cache than the student's, the report would be wrong but look
-    right."""
+def test_parts_of_different_experiments_are_refused(runs, own, run, refuse, sharp_model_dir, tmp_path):
+    """The report would look right but be wrong with an adapter of another student, or with another cache."""
 
     def refused(*flags) -> str:
-        own = ["--qat-run", runs / "qat", "--recovery-run", runs / "recovery", "--cache-dir", runs / "cache"]
         return refuse("report_recovery", *own, "--device", "cpu", "--dry-run", *flags)
 
     assert "--rows 0" in refused("--rows", 0)

@@ -12,8 +12,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from records import lines, losses, summary
-from small import SMALL
+from records import curve, lines, summary
+from small import CPU, SMALL
 
 from qat_lora.errors import UserError
 from qat_lora.run import resuming
@@ -27,19 +27,18 @@ DATED = """
 {{- '<|im_start|>assistant\\n' if add_generation_prompt }}
 """
 LAW = "--count 60 --length 512 --epochs 0.2 --batch-size 2 --accumulation-steps 1 --lora-r 4 --eval-answers 0 "
-LAW += "--final-answers 0 --save-every 1 --log-every 1 "
-LAW = (LAW + "--max-prompt-length 300 --max-new-tokens 4 --device cpu --precision fp32").split()
+LAW += "--final-answers 0 --max-prompt-length 300 --max-new-tokens 4 --save-every 1 --log-every 1"
+LAW = [*LAW.split(), *CPU]
 BOB = "--num-samples 8 --epochs 1 --batch-size 2 --num-generations 2 --max-prompt-length 200 --max-completion-length 4 "
-BOB += "--validation-samples 1 --save-every 1 --log-every 1 --sft --sft-epochs 1 --device cpu --precision fp32"
-BOB = BOB.split()
+BOB += "--validation-samples 1 --save-every 1 --log-every 1 --sft --sft-epochs 1"
+BOB = [*BOB.split(), *CPU]
 EVERY = ["--save-every", 1, "--eval-every", 1, "--log-every", 1, "--resume", "auto"]
 
 
 @pytest.fixture
 def dated(sharp_model_dir, tmp_path):
     """The tiny model with a chat template that prints the date."""
-    folder = tmp_path / "dated"
-    shutil.copytree(sharp_model_dir, folder)
+    folder = shutil.copytree(sharp_model_dir, tmp_path / "dated")
     (folder / "chat_template.jinja").write_text(DATED)
     return folder
 
@@ -95,15 +94,12 @@ def test_resume_auto_resumes_a_run_with_a_date_in_its_text_on_another_day(
 
 
 def test_a_cache_with_a_date_in_its_text_resumes_on_another_day(run, dated, tmp_path, another_day):
-    rows = [
-        {"messages": [{"role": "user", "content": f"What is {n} + {n}?"}, {"role": "assistant", "content": str(2 * n)}]}
-        for n in range(80)
-    ]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    flags = ["--model", dated, "--dataset", tmp_path / "rows.jsonl", "--length", 32, "--rows-per-shard", 8,
-             "--device", "cpu", "--precision", "fp32", "--cache-dir"]  # fmt: skip
+    row = {"messages": [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "2"}]}
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 80)
+    text = ["--dataset", tmp_path / "rows.jsonl", "--length", 32, "--rows-per-shard", 8]
+    flags = ["--model", dated, *text, *CPU, "--cache-dir"]
     run("build_kd_cache", *flags, tmp_path / "whole")
-    run("build_kd_cache", *flags, tmp_path / "cache")
+    shutil.copytree(tmp_path / "whole", tmp_path / "cache")
     manifest = json.loads((tmp_path / "cache" / "manifest.json").read_text())
     last = sorted(manifest["shards"])[-1]
     del manifest["shards"][last]
@@ -123,7 +119,7 @@ def test_the_legal_fine_tune_resumes_with_another_split_and_other_evaluations(ru
     die("train_cot_sft", *flags)
     other = ["--no_gradient_checkpointing", "--keep", 3, "--eval-every", 2, "--answer-rows", 3, "--save-every", 3]
     run("train_cot_sft", *flags, "--batch-size", 1, "--accumulation-steps", 4, *other)
-    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
+    assert curve(tmp_path / "run", "loss") == pytest.approx(curve(tmp_path / "whole", "loss"), rel=1e-4)
     changed = json.loads((tmp_path / "run" / "manifest.json").read_text())["resumed"][0]["changed"]
     assert changed["batch_size"] == 1 and changed["keep"] == 3 and "learning_rate" not in changed
     with pytest.raises(UserError, match=r"rows_per_update .* is 4 there"):
@@ -171,15 +167,6 @@ def holds_its_best(folder: Path) -> bool:
     return info["heldout_kl"] == summary(folder)["best"]["heldout_kl"]
 
 
-def test_a_lost_best_checkpoint_is_restored(run, die, qat, tmp_path):
-    folder, flags = tmp_path / "run", [*qat, "--max-steps", 4, *EVERY]
-    die("train_qat", *flags)
-    (folder / "best.pt").unlink()
-    shutil.rmtree(max((folder / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:])))
-    run("train_qat", *flags)
-    assert holds_its_best(folder)
-
-
 def test_best_checkpoint_and_figure_agree_after_evaluation_changes_and_changes_back(run, die, qat, tmp_path):
     flags = [*qat, "--max-steps", 6, *EVERY, "--learning-rate", 3]
     die("train_qat", *flags, "--eval-rows", 4)
@@ -190,10 +177,9 @@ def test_best_checkpoint_and_figure_agree_after_evaluation_changes_and_changes_b
 
 def test_a_run_may_be_killed_after_its_last_step(run, load_script, qat, tmp_path, monkeypatch):
     flags = [*qat, "--resume", "auto"]
-    with monkeypatch.context() as patched:
-        patched.setattr(load_script("train_qat"), "write_report", Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            run("train_qat", *flags)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(load_script("train_qat"), "write_report", Mock(side_effect=KeyboardInterrupt))
+        run("train_qat", *flags)
     assert not (tmp_path / "run" / "plots").exists()
     run("train_qat", *flags, "--eval-rows", 3)
     assert (tmp_path / "run" / "plots" / "metrics.png").exists() and holds_its_best(tmp_path / "run")
@@ -201,8 +187,7 @@ def test_a_run_may_be_killed_after_its_last_step(run, load_script, qat, tmp_path
 
 
 def test_a_failed_plot_does_not_fail_the_run(run, load_script, qat, tmp_path, monkeypatch, capsys):
-    failing = Mock(side_effect=RuntimeError("no fonts"))
-    monkeypatch.setattr(load_script("train_qat"), "write_report", failing)
+    monkeypatch.setattr(load_script("train_qat"), "write_report", Mock(side_effect=RuntimeError("no fonts")))
     run("train_qat", *qat)
     assert "warning: writing the report failed (no fonts)" in capsys.readouterr().out
     assert summary(tmp_path / "run")["status"] == "finished"

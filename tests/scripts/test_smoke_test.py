@@ -65,9 +65,6 @@ def test_on_a_fault_only_the_checks_before_it_are_reported_as_passed(script, mon
     assert "❌ " + LINES[passed][2:] in printed.err and said in printed.err
 
 
-@pytest.mark.parametrize(
-    "words, said", [(["--train-epochs", "0"], "--train-epochs 0"), (["device_type=cuda"], "device=cuda")]
-)
-def test_bad_input_is_refused(script, words, said):
-    with pytest.raises(UserError, match=said):
-        smoke(script, *words)
+def test_a_missing_device_is_refused(script):
+    with pytest.raises(UserError, match="device=cuda"):
+        smoke(script, "device_type=cuda")

@@ -11,14 +11,15 @@ import pytest
 import torch
 from records import assert_same_files, lines, summary
 from safetensors.torch import load_file
+from small import CPU
 
 from qat_lora.backend import detect
 from qat_lora.errors import UserError
 from qat_lora.run.command_line import parse
 
 SMALL = "--num-samples 8 --epochs 1 --sft --sft-epochs 1 --sft-batch-size 4 --batch-size 2 --num-generations 4 "
-SMALL += "--max-prompt-length 200 --max-completion-length 6 --validation-samples 1 --eval-every 2 --save-every 2 "
-SMALL = (SMALL + "--device cpu --precision fp32").split()
+SMALL += "--max-prompt-length 200 --max-completion-length 6 --validation-samples 1 --eval-every 2 --save-every 2"
+SMALL = [*SMALL.split(), *CPU]
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +36,7 @@ def trained(train, tmp_path_factory):
 
 
 def test_the_files_of_a_finished_run(trained):
-    there = {path.name for path in trained.iterdir()}
-    assert there >= {
+    assert {path.name for path in trained.iterdir()} >= {
         "config.yaml", "manifest.json", "metrics.jsonl", "summary.json", "training_config.json", "reward_history.json",
         "baseline_validation.json", "post_sft_validation.json", "final_validation.json", "transcripts.md", "model",
     }  # fmt: skip
@@ -175,18 +175,12 @@ def test_the_scripts_that_read_a_run(run, trained, capsys, monkeypatch, tmp_path
     [
         ("--max-prompt-length 20", "exceeds --max-prompt-length 20"),
         ("--sft-only --sft-epochs 0", "leave nothing to train"), ("--learning-rate 0", "--learning-rate 0.0 must"),
-        ("--sft --sft-learning-rate 0", "--sft-learning-rate 0.0 must"), ("--beta 1e30", "--beta 1e+30 must be"),
-        ("--epochs 1000000000000", "--epochs 1000000000000 must be from 0 to 1,000,000,000"),
-        ("--learning-rate 1e30", "--learning-rate 1e+30"),
-        ("--sft --sft-epochs 1000000000000", "--sft-epochs 1000000000000 must be from 0"),
-        ("--sft-batch-size 0", "--sft-batch-size 0"), ("--sft-batch-size 9", "--sft-batch-size 9"),
-        ("--num-generations 1", "--num-generations 1"), ("--control off", "--control 'off' is not one of none"),
-        ("--loss-type ppo", "--loss-type 'ppo' is not one of grpo, bnpo"), ("--temperature 0", "--temperature 0"),
+        ("--beta 1e30", "--beta 1e+30 must be"), ("--sft-batch-size 9", "--sft-batch-size 9"),
+        ("--num-generations 1", "--num-generations 1"), ("--temperature 0", "--temperature 0"),
+        ("--loss-type ppo", "--loss-type 'ppo' is not one of grpo, bnpo"),
         ("--num-samples 1", "--num-samples 1 does not fill"),
         ("--num-samples 1000000000", "--num-samples 1000000000 needs at least"),
         ("--validation-samples 1000000000", "--validation-samples 1000000000 needs at least"),
-        ("--fewshot-ratio 2", "--fewshot-ratio 2.0 must be from 0 to 1"),
-        ("--beta -1", "--beta -1.0 must be from 0 to 1,000,000"),
         ("--max-completion-length 500", "exceeds the 512 positions"),
         ("--resume-from-checkpoint absent", "--resume absent: no run there"),
     ],
@@ -195,12 +189,6 @@ def test_bad_input_is_refused(refusal, sharp_model_dir, tmp_path, flags, part):
     flags = ["--model", sharp_model_dir, *SMALL, "--output-dir", tmp_path / "run", *flags.split()]
     assert part in refusal("train_musclebob_improved", *flags)
     assert not (tmp_path / "run").exists()
-
-
-def test_a_model_without_chat_template_is_refused(refusal, sharp_model_dir, tmp_path):
-    shutil.copytree(sharp_model_dir, tmp_path / "bare")
-    (tmp_path / "bare" / "chat_template.jinja").unlink()
-    assert "no chat template" in refusal("train_musclebob_improved", "--model", tmp_path / "bare", *SMALL)
 
 
 def test_folders_that_are_not_runs_are_refused(refusal, tmp_path):

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from records import apart, assert_same_files, lines, losses, newest, summary
+from records import apart, assert_same_files, curve, lines, newest, summary
 
 from qat_lora.errors import UserError
 from qat_lora.experiments.stories import evaluation as stories
@@ -55,8 +55,8 @@ def test_the_files_of_a_finished_run(trained):
     there = {path.name for path in trained.iterdir()}
     assert there >= {"config.yaml", "manifest.json", "metrics.jsonl", "summary.json", "best.pt", "tokenizer.json"}
     assert (trained / "samples.txt").read_text().count("\n---\n") == 2
-    assert losses(trained)[-1] < 0.75 * losses(trained)[0]
-    measured = [line["heldout_nll"] for line in lines(trained) if "heldout_nll" in line]
+    assert curve(trained, "loss")[-1] < 0.75 * curve(trained, "loss")[0]
+    measured = curve(trained, "heldout_nll")
     assert summary(trained)["status"] == "finished" and summary(trained)["heldout_nll"] == min(measured) < measured[0]
     best = torch.load(trained / "best.pt", weights_only=True)
     assert summary(trained)["trained_parameters"] == sum(value.numel() for value in best.values())
@@ -75,7 +75,6 @@ def test_a_run_killed_twice_resumes_to_the_same_end(train, trained, tmp_path, di
 
 
 def test_two_workers_equal_one(train, forks, trained, text, tmp_path, monkeypatch):
-    """Each has half of each update's rows."""
     monkeypatch.chdir(tmp_path)
     two = tmp_path / "two"
     said, _ = forks.pair("train_tinystories_reservoir", "--dataset", text, *SMALL, "--output-dir", two)
@@ -94,7 +93,7 @@ def test_two_workers_equal_one(train, forks, trained, text, tmp_path, monkeypatc
 @pytest.mark.parametrize("model", ["transformer", "mingru"])
 def test_baselines_train_too(train, tmp_path, model):
     train("--model", model, "--output-dir", tmp_path)
-    measured = [line["heldout_nll"] for line in lines(tmp_path) if "heldout_nll" in line]
+    measured = curve(tmp_path, "heldout_nll")
     assert min(measured) < 0.9 * measured[0]
 
 
@@ -120,19 +119,16 @@ def test_a_dry_run_caches_no_tokens_and_a_run_caches_them(train, tmp_path, cache
 
 # -- devices ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "there, gpus, warning, device",
-    [
-        (False, 1, "Warning: TPU requested but torch_xla not installed. Falling back to GPU.\n", "cuda (TPU=No)"),
-        (False, 0, "Warning: TPU requested but torch_xla not installed. Falling back to GPU.\n", "cpu (TPU=No)"),
-        (True, 0, "Warning: TPU requested but no TPU chip found. Falling back to GPU.\n", "cpu (TPU=No)"),
-    ],
+    "there, gpus, reason, device",
+    [(False, 1, "torch_xla not installed", "cuda"), (True, 0, "no TPU chip found", "cpu")],
 )
-def test_fallback_warnings_are_those_of_the_guide(monkeypatch, capsys, there, gpus, warning, device):
+def test_fallback_warnings_are_those_of_the_guide(monkeypatch, capsys, there, gpus, reason, device):
     monkeypatch.setattr(stories.importlib.util, "find_spec", lambda name: there or None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(stories, "tpu_chips", list)
-    assert stories.get_device(use_tpu=True) == device.split()[0]
-    assert capsys.readouterr().out == f"{warning}Using device: {device}\n"
+    assert stories.get_device(use_tpu=True) == device
+    warning = f"Warning: TPU requested but {reason}. Falling back to GPU.\n"
+    assert capsys.readouterr().out == f"{warning}Using device: {device} (TPU=No)\n"
 
 
 @pytest.mark.xla
@@ -162,26 +158,16 @@ READS += ("--batch-size 999", "--epochs 999999999", "--block-size 5000")  # that
     "flags, part",
     [
         ("--block-size 5000", "--block-size 5000"), ("--block-size 99999", "65536 steps of a scan"),
-        ("--block-size 0", "--length 0 must be at least 1"), ("--spectral-radius 0", "--spectral-radius 0.0"),
-        ("--density 0", "--density 0.0 must be above 0 and at most 1"), ("--density 1.5", "--density 1.5"),
-        ("--tokenizer words", "--tokenizer 'words' is not one of"), ("--reservoirs diagonal", "is not KIND:UNITS"),
+        ("--density 1.5", "--density 1.5 must be above 0 and at most 1"), ("--heads 3", "--heads 3"),
+        ("--tokenizer words", "--tokenizer 'words' is not one of"), ("--reservoirs esn:²", "is not KIND:UNITS"),
         ("--reservoirs loop:8", "'loop' is not one of"), ("--leak-min 0", "--leak-min 0.0 and --leak-max 1.0"),
-        ("--model rnn", "--model 'rnn'"), ("--batch-size 0", "-batch-size 0"),
         ("--batch-size 999", "--global-batch-size 999 is more than the 39 rows"),
-        ("--epochs 0", "--epochs 0 must be from 1"),
-        ("--epochs 1000000000000", "--epochs 1000000000000 must be from 1 to 1,000,000,000"),
         ("--epochs 999999999", "--epochs 999999999 makes"),
         ("--batch-size 3 --num-chips 2 --dry-run", "-batch-size 3 does not divide by 2 workers"),
-        ("--heads 3", "--heads 3"), ("--attention-window -1", "--attention-window -1"), ("--dropout 1", "--dropout 1"),
-        ("--temperature -1", "temperature"), ("--heldout-fraction 1", "--heldout-fraction 1"),
-        ("--dataset absent.txt", "absent.txt"), ("--num-chips 99", "--num-chips 99"),
-        ("--num-chips -2 --dry-run", "--num-chips -2"),
+        ("--temperature 1e-300", "temperature 1e-300"), ("--heldout-fraction 1", "--heldout-fraction 1"),
+        ("--dataset absent.txt", "absent.txt"), ("--num-chips 99", "--num-chips 99"), ("--top-k -1", "top-k -1"),
         ("--tokenizer bpe --vocab-size 99999999999999", "--vocab-size 99999999999999"),
-        ("--log-every -1", "--log-every -1"), ("--eval-every -2 --dry-run", "--eval-every -2"),
-        ("--learning-rate 1e300", "--learning-rate 1e+300"), ("--input-scaling 1e30", "--input-scaling 1e+30"),
-        ("--reservoirs esn:8 --spectral-radius 1e300", "--spectral-radius 1e+300"),
-        ("--reservoirs esn:²", "KIND:UNITS"), ("--temperature 1e-300", "temperature 1e-300"),
-        ("--top-p 1e-300", "top-p 1e-300"), ("--top-k -1", "top-k -1"), ("--max-stories 0", "--max-stories 0 must"),
+        ("--num-chips -2 --dry-run", "--num-chips -2"), ("--max-stories 0", "--max-stories 0 must"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused(train, load_script, tmp_path, monkeypatch, flags, part):
@@ -193,9 +179,3 @@ def test_bad_input_is_refused(train, load_script, tmp_path, monkeypatch, flags, 
         train("--output-dir", tmp_path / "run", *flags.split())
     assert part in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
-
-
-def test_an_empty_text_is_refused(train, tmp_path):
-    (tmp_path / "empty.txt").write_text("\n \n")
-    with pytest.raises(UserError, match=r"empty\.txt"):
-        train("--dataset", tmp_path / "empty.txt")

@@ -37,7 +37,8 @@ def test_updates_are_epochs_times_groups_times_mean_puzzle_size_over_batch(group
 
 
 def test_an_epoch_has_one_puzzle_of_each_group():
-    rows = [*chain(*updates(AUGMENTED, 9, 60))]
+    """Also if some updates take rows of two epochs."""
+    rows = [*chain(*updates(AUGMENTED, 10, 54))]
     epochs = [rows[first : first + 180] for first in range(0, 540, 180)]
     for epoch in epochs:
         assert sorted(row // 5 for row in epoch) == list(range(180))
@@ -56,14 +57,6 @@ def test_an_update_takes_all_rows_of_a_puzzle_and_of_the_last_one_those_that_fit
     assert cut == {1, 2, 3, 4}, "the row that still fits is random, too"
 
 
-def test_groups_occur_equally_often_across_epochs():
-    """One row per group and epoch: 100 epochs take each group 100 times."""
-    groups = groups_of((1, 1), (1,), (1, 1, 1))
-    rows = chain(*updates(groups, 60, 5))
-    counts = Counter(int(np.searchsorted([2, 3, 6], row, side="right")) for row in rows)
-    assert counts == {0: 100, 1: 100, 2: 100}
-
-
 @pytest.mark.parametrize("groups", [MIXED, AUGMENTED])
 @pytest.mark.parametrize("batch", [1, 7, 64, 1000])
 def test_a_stream_started_later_equals_the_rest_of_the_whole_one(groups, batch):
@@ -76,8 +69,7 @@ def test_a_stream_started_later_equals_the_rest_of_the_whole_one(groups, batch):
 
 
 def test_rows_of_a_puzzle_need_not_be_adjacent():
-    puzzle, group = np.array([4, 2, 4, 9, 2, 4]), np.array([7, 3, 7, 3, 3, 7])
-    groups = Groups.of(puzzle, group)
+    groups = Groups.of(np.array([4, 2, 4, 9, 2, 4]), np.array([7, 3, 7, 3, 3, 7]))
     assert groups.order.tolist() == [1, 4, 3, 0, 2, 5]
     assert groups.starts.tolist() == [0, 2, 3, 6] and groups.firsts.tolist() == [0, 2, 3]
     for rows in updates(groups, 50, 4):

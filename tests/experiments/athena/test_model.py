@@ -76,17 +76,12 @@ def plain_of(model: RecursiveModel, plain):
 
 def pairs(model: RecursiveModel, other) -> list[tuple]:
     """(parameter of the plain model, the parameters of ours that form it)."""
-    found = [
-        (other.embedding.weight, [model.embedding]),
-        (other.head.weight, [model.head]),
-        (other.halt.weight, [model.halt_weight]),
-        (other.halt_bias, [model.halt_bias]),
-    ]
+    found = [(other.embedding.weight, [model.embedding]), (other.head.weight, [model.head])]
+    found += [(other.halt.weight, [model.halt_weight]), (other.halt_bias, [model.halt_bias])]
     for layer, block in zip(other.layers, model.blocks):
-        if model.spec.mlp_t:
-            found += [(layer.mix.gate_up.weight, block.mix[:2]), (layer.mix.down.weight, block.mix[2:])]
-        else:
-            found += [(layer.mix.qkv.weight, block.mix[:1]), (layer.mix.out.weight, block.mix[1:])]
+        mix = [layer.mix.gate_up, layer.mix.down] if model.spec.mlp_t else [layer.mix.qkv, layer.mix.out]
+        into = len(block.mix) - 1
+        found += [(mix[0].weight, block.mix[:into]), (mix[1].weight, block.mix[into:])]
         found += [(layer.mlp.gate_up.weight, block.mlp[:2]), (layer.mlp.down.weight, block.mlp[2:])]
     return found
 
@@ -96,11 +91,10 @@ def pairs(model: RecursiveModel, other) -> list[tuple]:
 def test_a_segment_and_its_gradient_equal_the_plain_model_in_fp64(kind, checkpointed, load_script):
     plain, model = load_script("plain_trm"), model_of(**KINDS[kind])
     model.checkpoint = TorchBackend("cpu", "fp32").checkpoint if checkpointed else None
-    (z_H, z_L, inputs, picked), labels = rows_of(model)
+    (*given, picked), labels = rows_of(model)
     other, puzzle = plain_of(model, plain), picked.detach().clone().requires_grad_()
-    ours, theirs = model(z_H, z_L, inputs, picked), other(z_H, z_L, inputs, puzzle)
-    for one, two in zip(ours, theirs):
-        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-10)
+    ours, theirs = model(*given, picked), other(*given, puzzle)
+    torch.testing.assert_close(tuple(ours), tuple(theirs), rtol=1e-10, atol=1e-10)
     loss, right = segment_loss(*ours[2:], labels)
     total, right_there = plain.losses(*theirs[2:], labels, IGNORE)
     torch.testing.assert_close(loss.sum(), total, rtol=1e-10, atol=1e-10)
@@ -115,15 +109,12 @@ def test_a_segment_and_its_gradient_equal_the_plain_model_in_fp64(kind, checkpoi
 def test_only_the_last_cycle_has_a_gradient():
     """Comparison with the plain model would not show a gradient that reaches too far back in both."""
     model, before, last = (model_of(mlp_t=True, H_cycles=cycles) for cycles in (3, 2, 1))  # with equal weights
-    (z_H, z_L, inputs, picked), _ = rows_of(model)
-    states = [tensor.detach() for tensor in before(z_H, z_L, inputs, picked)[:2]]
-    for found, wanted in zip(
-        *(
-            torch.autograd.grad(m(*begin, inputs, picked)[2].square().sum(), [m.head, m.blocks[0].mlp[0]])
-            for m, begin in ((model, (z_H, z_L)), (last, states))
-        )
-    ):
-        torch.testing.assert_close(found, wanted)
+    (*begin, inputs, picked), _ = rows_of(model)
+    grads = []
+    for made, states in ((model, begin), (last, before(*begin, inputs, picked)[:2])):
+        loss = made(*states, inputs, picked)[2].square().sum()
+        grads.append(torch.autograd.grad(loss, [made.head, made.blocks[0].mlp[0]]))
+    torch.testing.assert_close(*grads)
 
 
 def test_returned_states_are_detached_and_logits_are_not():
@@ -163,20 +154,11 @@ def test_stablemax_has_the_right_gradient_at_0():
     torch.testing.assert_close(logits.grad[0, 0], torch.tensor([-0.75, 0.25, 0.25, 0.25]))
 
 
-def test_positions_without_a_label_affect_neither_loss_nor_correctness():
-    logits = torch.full((2, 3, 4), -5.0)
-    logits[..., 1] = 5.0
-    labels = torch.tensor([[1, 1, IGNORE], [1, 2, IGNORE]])
-    loss, right = segment_loss(logits, torch.zeros(2), labels)
-    assert right.tolist() == [True, False]
-    cells = stablemax_loss(logits[:, :2], labels[:, :2]).mean(1)
-    assert (loss - cells).tolist() == pytest.approx([0.5 * math.log(2)] * 2)
-
-
-def test_a_row_without_a_label_has_no_loss_and_no_target_for_the_head():
+def test_what_has_no_label_affects_neither_loss_nor_correctness_nor_the_head():
+    """The rows are right but for a position without a label, without any label, and wrong."""
     logits, halt = noise(3, LENGTH, VOCAB).requires_grad_(), torch.tensor([0.5, -2.0, 3.0], requires_grad=True)
     labels = torch.full((3, LENGTH), IGNORE)
-    labels[0] = logits[0].argmax(-1)
+    labels[0, 1:] = logits[0, 1:].argmax(-1)
     labels[2, 1] = (logits[2, 1].argmax() + 1) % VOCAB
     loss, right = segment_loss(logits, halt, labels)
     loss.sum().backward()
@@ -192,42 +174,27 @@ def test_the_halting_head_starts_with_zero_weight_and_its_bias():
 
 
 # -- nothing leaks ---------------------------------------------------------------------------------------------------
-def outputs_with_another_token(kind: dict, at: int) -> list[tuple]:
-    """A segment of the same rows, without and with another token at one position."""
-    model = model_of(**kind)
-    (z_H, z_L, inputs, picked), _ = rows_of(model)
-    changed = inputs.clone()
-    changed[:, at] = changed[:, at] % (VOCAB - 1) + 1
-    with torch.no_grad():
-        return [model(z_H, z_L, tokens, picked) for tokens in (inputs, changed)]
-
-
 @pytest.mark.parametrize("at", range(LENGTH))
+@torch.no_grad()
 def test_in_causal_rows_a_token_does_not_affect_earlier_positions(at):
-    one, other = outputs_with_another_token(KINDS["causal"], at)
-    assert torch.equal(one[2][:, :at], other[2][:, :at]) and not torch.equal(one[2][:, at], other[2][:, at])
-    assert torch.equal(one[3], other[3]), "the halting head has seen an answer"
-
-
-@pytest.mark.parametrize("kind", ["mlp", "attention"])
-def test_without_causal_every_token_is_seen_by_every_position(kind):
-    """So next-token labels would leak: text rows must be causal or leave the response out of the input."""
-    one, other = outputs_with_another_token(KINDS[kind], LENGTH - 1)
-    assert (one[2][:, 0] != other[2][:, 0]).any()
+    model = model_of(causal=True)
+    (z_H, z_L, inputs, picked), _ = rows_of(model)
+    _, _, one, one_halt = model(z_H, z_L, inputs, picked)
+    inputs[:, at] = inputs[:, at] % (VOCAB - 1) + 1
+    _, _, other, other_halt = model(z_H, z_L, inputs, picked)
+    assert torch.equal(one[:, :at], other[:, :at]) and not torch.equal(one[:, at], other[:, at])
+    assert torch.equal(one_halt, other_halt), "the halting head has seen an answer"
 
 
 # -- the carry -------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "logit, done, budget, least, through",
-    [
-        (-1.0, 1, 0, 0, False), (1.0, 1, 0, 0, True), (0.0, 1, 0, 0, False),  # the head alone
-        (-1.0, 4, 0, 0, True), (-1.0, 3, 0, 0, False),  # the run's maximum
-        (-1.0, 2, 2, 0, True), (-1.0, 1, 2, 0, False), (-1.0, 4, 9, 0, True),  # a budget, and one above the maximum
-        (1.0, 1, 2, 0, True),  # the head before the budget
-        (1.0, 1, 0, 3, False), (1.0, 3, 0, 3, True), (-1.0, 4, 0, 9, True),  # exploring, but not beyond the maximum
-        (-1.0, 2, 2, 4, True),  # nor beyond a budget
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("logit, done, budget, least, through", [
+    (-1.0, 1, 0, 0, False), (1.0, 1, 0, 0, True), (0.0, 1, 0, 0, False),  # the head alone
+    (-1.0, 4, 0, 0, True), (-1.0, 3, 0, 0, False),  # the run's maximum
+    (-1.0, 2, 2, 0, True), (-1.0, 1, 2, 0, False), (-1.0, 4, 9, 0, True),  # a budget, and one above the maximum
+    (1.0, 1, 2, 0, True),  # the head before the budget
+    (1.0, 1, 0, 3, False), (1.0, 3, 0, 3, True), (-1.0, 4, 0, 9, True),  # exploring, but not beyond the maximum
+    (-1.0, 2, 2, 4, True),  # nor beyond a budget
+])  # fmt: skip
 def test_when_a_row_halts(logit, done, budget, least, through):
     values = [torch.tensor([value]) for value in (logit, done, budget)]
     assert halting(*values, 4, torch.tensor([least])).tolist() == [through]
@@ -270,14 +237,11 @@ def test_sign_update_moves_only_embeddings_of_puzzles_in_the_batch():
 
 
 # -- impossible sizes ------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "changes, said",
-    [
-        ({"hidden_size": 20, "num_heads": 4}, "arch.hidden_size 20 does not divide by twice arch.num_heads 4"),
-        ({"num_kv_heads": 3}, "arch.num_heads 4 does not divide by arch.num_kv_heads 3"),
-        ({"mlp_t": True, "causal": True}, "use arch.mlp_t=false"),
-    ],
-)
+@pytest.mark.parametrize("changes, said", [
+    ({"hidden_size": 20, "num_heads": 4}, "arch.hidden_size 20 does not divide by twice arch.num_heads 4"),
+    ({"num_kv_heads": 3}, "arch.num_heads 4 does not divide by arch.num_kv_heads 3"),
+    ({"mlp_t": True, "causal": True}, "use arch.mlp_t=false"),
+])  # fmt: skip
 def test_impossible_sizes_are_refused_with_both_numbers(changes, said):
     with pytest.raises(UserError, match=said):
         RecursiveSpec(VOCAB, LENGTH, **(SIZES | changes))

