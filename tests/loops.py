@@ -1,24 +1,13 @@
 """The scripts' training loops, and single updates outside a run, for tests."""
 
 import functools
-import importlib.util
-import sys
-from pathlib import Path
 
 from qat_lora.rl.grpo import policy_loss
 from qat_lora.run.metrics import Metric, Share, Total
+from qat_lora.run.tpu import load_script
 from qat_lora.train.loop import fit, plain_stage, tokens_of
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
-
-
-@functools.cache
-def script(name: str):
-    """scripts/<name>.py as a module."""
-    spec = importlib.util.spec_from_file_location(f"scripts_{name}", SCRIPTS / f"{name}.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look up their module
-    spec.loader.exec_module(module)
-    return module
+script = functools.cache(load_script)
 
 
 def objective_of(loss_of):

@@ -69,7 +69,6 @@ def test_a_sigterm_during_shutdown_changes_nothing(tmp_path):
     """Shutting down the interpreter takes a while once torch is imported."""
     code = (
         "import atexit, os, signal\n"
-        "from dataclasses import dataclass\n"
         "from qat_lora.run.command_line import run_script\nfrom qat_lora.run.options import ScriptConfig\n"
         "atexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM))\n"
         "run_script(lambda config: print('done'), ScriptConfig, 'smoke_test', '')\n"

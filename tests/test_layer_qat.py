@@ -1,41 +1,35 @@
 """Layer-wise QAT: each block learns its full-precision outputs from quantised inputs, and nothing else changes."""
 
 import dataclasses
+from functools import partial
+from itertools import islice
 
 import pytest
 import torch
+from students import student_of
 
 from qat_lora import layer_qat
 from qat_lora.data.batches import batches
-from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.kd.evaluation import heldout_figures
 from qat_lora.kd.training import kd_loss
 from qat_lora.layer_qat import LayerPlan, relative_error, train_layers
 from qat_lora.models.architecture import decoder_layers
-from qat_lora.models.loading import load_model
 from qat_lora.quant.blockwise import block_outputs, first_inputs, run_block
-from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import unquantized
-from qat_lora.quant.student import StudentSpec, quantize
+from qat_lora.quant.student import StudentSpec
 
 PLAN = LayerPlan(steps=12, learning_rate=4e-3, clip_grad_norm=1.0)
 
 
 @pytest.fixture(scope="module")
-def data(sharp_cache):
+def data(data):
     """Ten batches of four rows, and the held-out rows."""
-    stream = batches(KDCacheDataset(sharp_cache), 4, 1, seed=0)
-    return [next(stream) for _ in range(10)], KDCacheDataset(sharp_cache, "heldout")
+    return list(islice(batches(data[0], 4, 1, seed=0), 10)), data[1]
 
 
 @pytest.fixture
 def new_student(sharp_model_dir):
-    def make():
-        model = quantize(load_model(str(sharp_model_dir)), StudentSpec("balanced2/g32", "lut2/r4"))
-        initialise(model)
-        return model
-
-    return make
+    return partial(student_of, sharp_model_dir, StudentSpec("balanced2/g32", "lut2/r4"))
 
 
 @pytest.fixture
@@ -48,10 +42,6 @@ def train(new_student, make_session, data, backend):
         return student, session.run.metrics()
 
     return run
-
-
-def values_of(model):
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def test_every_block_and_the_whole_model_improve(train, new_student, data, backend):
@@ -69,9 +59,9 @@ def test_only_the_current_block_changes(new_student, make_session, data, backend
     update = layer_qat._Layers.update
 
     def watched(layers, inner):
-        before = values_of(student)
+        before = [p.detach().clone() for p in student.parameters()]
         figures = update(layers, inner)
-        moved = {name for name, value in values_of(student).items() if not torch.equal(value, before[name])}
+        moved = {name for (name, p), old in zip(student.named_parameters(), before) if not torch.equal(p, old)}
         seen.append((layers.current, moved))
         assert all(p.grad is None for p in student.parameters())
         return figures
@@ -149,11 +139,10 @@ def test_the_learning_rate_restarts_for_every_block(train):
     assert rates[:4] == sorted(set(rates), reverse=True), "strictly decreasing"
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one(new_student, make_session, data, backend, monkeypatch):
+def test_a_resumed_run_equals_an_uninterrupted_one(train, new_student, make_session, data, backend, monkeypatch):
     """Three updates per block, killed after a checkpoint: within the first block, between both, within the second."""
     plan = dataclasses.replace(PLAN, steps=3)
-    whole, session = new_student(), make_session("whole", backend)
-    train_layers(whole, data[0], plan, session)
+    whole, lines = train(plan, "whole")
     for stop in (2, 3, 5):
         first = make_session(str(stop), backend, save=1)
 
@@ -165,8 +154,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(new_student, make_session, da
         monkeypatch.setattr(first, "_save", die)
         with pytest.raises(KeyboardInterrupt):
             train_layers(new_student(), data[0], plan, first)
-        student, second = new_student(), make_session(str(stop), backend)
-        train_layers(student, data[0], plan, second)
-        losses = [[line["loss"] for line in s.run.metrics()] for s in (second, session)]
-        assert losses[0] == losses[1]
+        student, again = train(plan, str(stop))
+        assert [line["loss"] for line in again] == [line["loss"] for line in lines]
         assert all(torch.equal(p, q) for p, q in zip(student.parameters(), whole.parameters()))

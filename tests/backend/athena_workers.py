@@ -22,15 +22,13 @@ def train(backend, out: Path) -> None:
     with ONE_AT_A_TIME:
         train, heldout = split(draw("sudoku4", 40, 0), 0.2, 0)
         train = replace(train, identifiers=np.arange(len(train)) % IDENTIFIERS)
-        spec = RecursiveSpec(
-            train.vocab, train.length, 16, 2, num_kv_heads=1, H_cycles=2, L_cycles=2, identifiers=IDENTIFIERS
-        )
+        shape = {"num_kv_heads": 1, "H_cycles": 2, "L_cycles": 2, "identifiers": IDENTIFIERS}
         plan = RecursivePlan(
             steps=STEPS, batch_size=8, learning_rate=1e-2, warmup_steps=3, clip_grad_norm=0.1, seed=0, segments=3,
             ema=0.9, exploration=0.5,
         )  # fmt: skip
         backend.seed(0)
-        model = RecursiveModel(spec)
+        model = RecursiveModel(RecursiveSpec(train.vocab, train.length, 16, 2, **shape))
         with torch.no_grad():
             model.halt_weight.normal_(std=3)
             model.halt_bias.zero_()

@@ -28,9 +28,8 @@ def place(monkeypatch):
     return read
 
 
-@pytest.mark.parametrize("values", [{}, {"MASTER_ADDR": "a", "MASTER_PORT": "29500"}])
-def test_an_address_and_a_port_alone_do_not_mean_a_launcher(place, values):
-    assert place(values) is None
+def test_an_address_and_a_port_alone_do_not_mean_a_launcher(place):
+    assert place({"MASTER_ADDR": "a", "MASTER_PORT": "29500"}) is None
 
 
 def test_a_bad_port_is_refused_without_a_launcher(place):
@@ -43,7 +42,6 @@ def test_a_bad_port_is_refused_without_a_launcher(place):
     [
         (ONE_HOST, (1, 2, 1, 2)),
         (ONE_HOST | {"MASTER_ADDR": "localhost", "RANK": " 0 "}, (0, 2, 0, 2)),
-        (ONE_HOST | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, (1, 2, 0, 1)),
         (HOSTS, (1, 2, 0, 1)),
         (HOSTS | {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, (5, 8, 1, 4)),
         (HOSTS | {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, (3, 4, 1, 2)),
@@ -61,7 +59,6 @@ def test_a_place_is_read_and_missing_values_are_derived(place, values, wanted):
     "values, missing, unset",
     [
         ({"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT", "RANK"),
-        ({"WORLD_SIZE": "2"}, "RANK, MASTER_ADDR, MASTER_PORT", "WORLD_SIZE"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "MASTER_ADDR", "RANK and WORLD_SIZE"),
         ({"LOCAL_RANK": "x"}, ", ".join(REQUIRED), "LOCAL_RANK"),
         ({"MASTER_ADDR": "a", "LOCAL_WORLD_SIZE": "8"}, "RANK, WORLD_SIZE, MASTER_PORT", "LOCAL_WORLD_SIZE"),
@@ -81,23 +78,20 @@ def test_an_incomplete_place_names_the_missing_variables(place, values, missing,
         *[(name, value, "is not a whole number") for name in LAUNCH if name != "MASTER_ADDR" for value in ("x", "-1")],
         *[(name, "", "is empty") for name in LAUNCH],
         ("RANK", "2", "is not below WORLD_SIZE=2"),
-        ("RANK", "1.0", "is not a whole number"),
         ("RANK", "9" * 5000, "is not a whole number"),
         ("WORLD_SIZE", "0", "is not a whole number from 1 to 65536"),
-        ("MASTER_PORT", "0", "is not a whole number from 1 to 65535"),
         ("MASTER_PORT", "65536", "is not a whole number from 1 to 65535"),
         ("LOCAL_RANK", "2", "is not below"),
         ("LOCAL_RANK", "0", "of LOCAL_WORLD_SIZE=2 contradicts RANK=1 of WORLD_SIZE=2"),
         ("LOCAL_WORLD_SIZE", "3", "is more than WORLD_SIZE=2"),
         ("MASTER_ADDR", "127.0.0.1:29500", "cannot be resolved"),
-        ("MASTER_ADDR", "..", "cannot be resolved"),
     ],
 )
 def test_a_bad_value_is_named_with_its_fix(place, monkeypatch, name, value, what):
     def unknown(*_, **__):  # a real resolver may be slow, or know every name
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
-    if value == "127.0.0.1:29500":
+    if name == "MASTER_ADDR":
         monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(UserError) as error:
         place(ONE_HOST | {name: value})
@@ -151,9 +145,6 @@ def test_a_misspelt_pjrt_device_is_refused(monkeypatch, requested):
         assert detect.resolve(requested) == "xla" and os.environ["PJRT_DEVICE"] == device
 
 
-SLICE = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES", "CLOUD_TPU_TASK_ID", "TPU_WORKER_ID")
-
-
 @pytest.mark.parametrize(
     "values, hosts, said",
     [
@@ -167,7 +158,7 @@ SLICE = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES", "CLOUD_TPU_TASK_ID", "
     ],
 )
 def test_the_hosts_of_a_slice_are_counted(monkeypatch, values, hosts, said):
-    for name in SLICE:
+    for name in ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES", "CLOUD_TPU_TASK_ID", "TPU_WORKER_ID"):
         monkeypatch.delenv(name, raising=False)
     for name, value in values.items():
         monkeypatch.setenv(name, value)

@@ -30,14 +30,16 @@ def links_end_with_the_test():
     """Otherwise their threads would end the process once they have lost the relay."""
     yield
     while made:
-        link = made.pop()
-        link.reporting = True
+        made.pop().reporting = True
+
+
+def to(relay: Relay) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", relay.port))
 
 
 def enter(relay: Relay, rank: int, count: int, timeouts: Timeouts = CALM, **claims) -> Group:
     """The group of one worker that joins a relay in this process; claims: fields to change in its `Member`."""
-    connection = socket.create_connection(("127.0.0.1", relay.port))
-    link = Link(connection, replace(this_member(rank), **claims), count, timeouts)
+    link = Link(to(relay), replace(this_member(rank), **claims), count, timeouts)
     made.append(link)
     link.enter()
     return Group(rank, count, link)
@@ -52,33 +54,29 @@ def together(monkeypatch):
 
     def run(function, count: int = 2, timeouts: Timeouts = CALM, claims=lambda rank: {}) -> list:
         relay = serve(0, True, count, timeouts, tensors=False)
-        results = [None] * count
 
-        def work(rank: int) -> None:
+        def work(rank: int):
             try:
                 group = enter(relay, rank, count, timeouts, **claims(rank))
                 group.relay = relay if rank == 0 else None
-                results[rank] = function(group)
+                result = function(group)
                 group.link.reporting = True  # a worker that has done its part is not stuck
             except (Exception, SystemExit) as error:
-                results[rank] = error
+                return error
+            return result
 
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(PATIENCE)
-        assert not any(thread.is_alive() for thread in threads)
+        with ThreadPoolExecutor(count) as pool:
+            results = list(pool.map(work, range(count)))
         assert relay.ending or not relay.values, "values are dropped once they are answered"
         return results
 
     return run
 
 
-def heard(group: Group) -> AnotherFailed:
+def heard(group: Group, wait=lambda group: group.gather(None)) -> AnotherFailed:
     """The error that ends this worker's wait for the others."""
     with pytest.raises(AnotherFailed) as error:
-        group.gather(None)
+        wait(group)
     return error.value
 
 
@@ -119,15 +117,17 @@ def test_on_main_gives_worker_0s_result_to_all_workers(together):
 
 
 def test_an_error_of_worker_0_is_raised_by_all_and_the_others_name_its_origin(together):
-    def fail(error):
-        raise error
+    def raising(error):
+        def work():
+            raise error
 
-    first, *others = together(lambda group: group.on_main(lambda: fail(UserError("no such cache; build it"))), 3)
+        return lambda group: group.on_main(work)
+
+    first, *others = together(raising(UserError("no such cache; build it")), 3)
     assert type(first) is UserError and str(first) == "no such cache; build it"
     line = f"worker 0 on {HOST} failed: {first}"
     assert [(type(error), str(error)) for error in others] == [(AnotherFailed, line)] * 2
-    ends = together(lambda group: group.on_main(lambda: fail(SystemExit(0))))
-    assert [type(error) for error in ends] == [SystemExit] * 2
+    assert [type(error) for error in together(raising(SystemExit(0)))] == [SystemExit] * 2
 
 
 def test_main_first_runs_worker_0_first(together):
@@ -149,9 +149,9 @@ def test_different_values_are_refused_naming_both_values_and_hosts(together):
         rate = 1e-3 if group.rank == 2 else 8e-4
         group.agree({"seed": (0, "0"), "learning_rate": (rate, f"{rate:g}")}, "give every worker the same command")
 
-    errors, said = together(work, 3), f"learning_rate is 0.0008 for worker 0 on {HOST}, 0.001 for worker 2 on {HOST}"
-    assert {type(e) for e in errors} == {UserError}
-    assert {str(e) for e in errors} == {f"the workers differ: {said}; give every worker the same command"}
+    said = f"learning_rate is 0.0008 for worker 0 on {HOST}, 0.001 for worker 2 on {HOST}"
+    wanted = UserError, f"the workers differ: {said}; give every worker the same command"
+    assert {(type(error), str(error)) for error in together(work, 3)} == {wanted}
 
 
 # -- failures --------------------------------------------------------------------------------------------------------
@@ -249,41 +249,33 @@ def test_a_finished_worker_hears_that_another_died(together):
     """Worker 0, killed after the last step, has not written the summary: the job has failed."""
 
     def work(group):
-        if group.rank == 0:
-            time.sleep(0.5)
-            group.link.disconnect()
-            return None
-        with pytest.raises(AnotherFailed) as error:
-            group.close()
-        return str(error.value)
+        if group.rank:
+            return str(heard(group, Group.close))
+        time.sleep(0.5)
+        return group.link.disconnect()
 
     _, said = together(work)
     assert said.startswith(f"worker 0 on {HOST} (process {os.getpid()}) died")
 
 
-def test_a_failure_of_the_last_worker_reaches_the_one_that_waits(together):
+def test_a_finished_worker_hears_that_another_failed(together):
     def work(group):
         if group.rank:
             time.sleep(0.3)
             return group.fail(UserError("plots"))
-        with pytest.raises(AnotherFailed, match=r"worker 1 on .* failed: plots") as error:
-            group.close()
-        return group.fail(error.value)
+        error = heard(group, Group.close)
+        return str(error), group.fail(error)
 
-    assert together(work) == [None, ""], "their terminal shows it once"
+    assert together(work) == [(f"worker 1 on {HOST} failed: plots", None), ""], "their terminal shows it once"
 
 
 # -- joining ---------------------------------------------------------------------------------------------------------
 def test_missing_workers_are_named_while_waiting_and_at_the_end(monkeypatch, capfd):
     monkeypatch.setattr(relay_module, "NOTICE", 0.5)
     monkeypatch.setattr(relay_module, "BEAT", 0.1)
-    relay = serve(0, True, 3, Timeouts(join=1), "here:29500", tensors=False)
-    with pytest.raises(UserError) as error:
-        enter(relay, 0, 3)
-    assert str(error.value).startswith(
-        f"workers 1, 2 of 3 did not arrive at here:29500 within 1 s (arrived: worker 0 on {HOST}); "
-        "start every RANK from 0 to 2 with the same MASTER_ADDR and MASTER_PORT"
-    )
+    said = rf"workers 1, 2 of 3 did not arrive at here:29500 within 1 s \(arrived: worker 0 on {HOST}\); start every"
+    with pytest.raises(UserError, match=said):
+        enter(serve(0, True, 3, Timeouts(join=1), "here:29500", tensors=False), 0, 3)
     assert capfd.readouterr().err == "waiting for workers 1, 2 of 3 at here:29500\n"
 
 
@@ -306,25 +298,17 @@ def test_a_worker_that_contradicts_the_others_is_refused_and_they_stop(rank, cou
             first.result()
 
 
-def test_a_stray_worker_does_not_end_a_complete_job(together):
+def test_a_complete_job_refuses_a_stray_worker_and_closes_connections_that_are_not_workers(together):
     def work(group):
         if group.relay:
             with pytest.raises(Refused, match="RANK=1 is taken"):
                 enter(group.relay, 1, 2)
-        return group.gather(group.rank)
-
-    assert together(work) == [[0, 1]] * 2
-
-
-def test_connections_that_are_not_workers_are_closed(together):
-    def work(group):
-        if group.relay:
             nobody = {"rank": 1, "host": "x", "machine": "x", "terminal": "x", "pid": 1}
             claims = [nobody | wrong for wrong in ({"rank": 7}, {"rank": -1}, {"rank": "1"}, {"host": []}, {"x": 1})]
             joins = [frame(Kind.JOIN, as_json({"member": claim, "world_size": 2})) for claim in claims]
             joins += [frame(Kind.JOIN, content) for content in (b"{}", b"[1]", b"\xff", b"[" * 60000)]
             for greeting in (b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", b"J" + b"\xff" * 8, *joins):
-                with socket.create_connection(("127.0.0.1", group.relay.port)) as stranger:
+                with to(group.relay) as stranger:
                     stranger.sendall(greeting)
                     assert stranger.recv(10) == b""
         return group.gather(group.rank)
@@ -336,7 +320,7 @@ def test_the_number_of_unidentified_connections_is_limited(together):
     def work(group):
         strangers = []
         if group.relay:
-            strangers = [socket.create_connection(("127.0.0.1", group.relay.port)) for _ in range(100)]
+            strangers = [to(group.relay) for _ in range(100)]
             for stranger in strangers[2 + relay_module.STRANGERS :]:
                 assert stranger.recv(1) == b"", "closed"
             assert group.relay.strangers == 2 + relay_module.STRANGERS
@@ -353,11 +337,10 @@ def test_a_worker_waits_for_a_relay_that_is_not_there_yet_or_is_ending():
     old = serve(0, True, 1, CALM, tensors=False)
     enter(old, 0, 1).link.leave()
     old.end("enough")
-    new: list = []
-    threading.Timer(0.5, lambda: new.append(serve(0, True, 1, CALM, tensors=False))).start()
-    link = join(lambda: ("127.0.0.1", new[0].port if new else old.port), 0, 1, CALM, "here")
-    made.append(link)
-    assert link.nonce == new[0].nonce
+    relays = [old]
+    threading.Timer(0.5, lambda: relays.append(serve(0, True, 1, CALM, tensors=False))).start()
+    made.append(join(lambda: ("127.0.0.1", relays[-1].port), 0, 1, CALM, "here"))
+    assert made[-1].nonce == relays[1].nonce
 
 
 def test_hosts_with_the_same_name_are_told_apart_by_their_addresses(together):
@@ -373,16 +356,14 @@ def test_hosts_with_the_same_name_are_told_apart_by_their_addresses(together):
 
 # -- the watching thread ---------------------------------------------------------------------------------------------
 HANGS = """
-import os, signal, sys, threading, time
-from qat_lora.backend import group as module, relay as relay_module
-from qat_lora.backend.group import Group, notice_sigterm, stopped_at
+import ctypes, os, signal, sys, threading
+from qat_lora.backend.group import Group, notice_sigterm
 from qat_lora.backend.relay import Timeouts
 from qat_lora.backend.rendezvous import join, serve
 what, timeouts = sys.argv[1], Timeouts(host=3)
 relay = serve(0, True, 2, timeouts, tensors=False)
 at = lambda: ("127.0.0.1", relay.port)
-other = threading.Thread(target=lambda: join(at, 1, 2, timeouts, "here"), daemon=True)
-other.start()
+threading.Thread(target=lambda: join(at, 1, 2, timeouts, "here"), daemon=True).start()
 group = Group(0, 2, join(at, 0, 2, timeouts, "here"), relay)
 notice_sigterm()
 if what == "sigterm":
@@ -390,7 +371,6 @@ if what == "sigterm":
 if what == "ended":
     relay.end("worker 1 on there is gone", 1, said=False)
 with group.waiting():
-    import ctypes
     ctypes.CDLL(None).sleep(100)  # a signal interrupts the first one
     ctypes.CDLL(None).sleep(100)
 """

@@ -20,13 +20,8 @@ def start(what: str, folder: Path, chips: int | None = None, **env) -> subproces
     clean = {name: value for name, value in os.environ.items() if name not in LAUNCH} | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, SCRIPT, what, folder, *([str(chips)] if chips else [])]
     folder.mkdir(exist_ok=True)
-    return subprocess.Popen(
-        command,
-        env=clean | {k: str(v) for k, v in env.items()},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen(command, env=clean | {k: str(v) for k, v in env.items()}, text=True, **pipes)
 
 
 def pair(what: str, folder: Path) -> list[subprocess.Popen]:

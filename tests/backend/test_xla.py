@@ -5,12 +5,7 @@ import sys
 
 import pytest
 import torch
-from xla_results import (
-    assert_compiled_once,
-    assert_halts_as_on_the_cpu_and_updates_are_one_graph,
-    assert_micro_batches_are_one_graph,
-    assert_same_figures,
-)
+import xla_results
 
 from qat_lora.run.checkpoint import load_checkpoint
 
@@ -26,17 +21,17 @@ def checks(on_xla):
 
 @pytest.mark.parametrize("found, limits", LIMITS.items(), indirect=["found"], ids=LIMITS)
 def test_logged_figures_equal_the_cpu(found, limits):
-    assert_same_figures(found, *limits)
+    xla_results.assert_same_figures(found, *limits)
 
 
 @pytest.mark.parametrize("found", LIMITS, indirect=True)
 def test_nothing_is_compiled_after_the_first_updates_and_nothing_falls_back(found):
-    assert_compiled_once(found)
+    xla_results.assert_compiled_once(found)
 
 
 @pytest.mark.parametrize("found", [LEGAL], indirect=True, ids=[""])
 def test_a_packed_micro_batch_is_one_graph_and_the_last_batches_are_partial(found):
-    assert_micro_batches_are_one_graph(found)
+    xla_results.assert_micro_batches_are_one_graph(found)
     rows, heldout = found["rows"]
     assert rows % 8 and heldout % 4
 
@@ -48,7 +43,7 @@ def test_adapters_trained_on_xla_are_saved_and_read_back(found):
 
 @pytest.mark.parametrize("found", [ATHENA], indirect=True, ids=[""])
 def test_rows_halt_when_they_do_on_the_cpu_and_an_update_is_one_graph(found):
-    assert_halts_as_on_the_cpu_and_updates_are_one_graph(found)
+    xla_results.assert_halts_as_on_the_cpu_and_updates_are_one_graph(found)
 
 
 @pytest.mark.parametrize("found", [STORIES], indirect=True, ids=[""])

@@ -1,12 +1,7 @@
 """The XLA path in depth, on torch_xla's CPU device: every stage and variant of the trainings, and their pieces."""
 
 import pytest
-from xla_results import (
-    assert_compiled_once,
-    assert_halts_as_on_the_cpu_and_updates_are_one_graph,
-    assert_micro_batches_are_one_graph,
-    assert_same_figures,
-)
+import xla_results
 
 pytestmark = pytest.mark.xla
 LIMITS = {  # relative and absolute
@@ -38,22 +33,22 @@ def reads(*names: str):
 # -- trainings -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("found, limits", LIMITS.items(), indirect=["found"], ids=LIMITS)
 def test_logged_figures_equal_the_cpu(found, limits):
-    assert_same_figures(found, *limits)
+    xla_results.assert_same_figures(found, *limits)
 
 
 @pytest.mark.parametrize("found", COMPILED_ONCE, indirect=True)
 def test_nothing_is_compiled_after_the_first_updates_and_nothing_falls_back(found):
-    assert_compiled_once(found)
+    xla_results.assert_compiled_once(found)
 
 
 @reads("xla_legal.checkpointed", "xla_legal.dropout")
 def test_a_packed_micro_batch_is_one_graph(found):
-    assert_micro_batches_are_one_graph(found)
+    xla_results.assert_micro_batches_are_one_graph(found)
 
 
 @reads("xla_athena.one_step", "xla_athena.checkpointed")
 def test_rows_halt_when_they_do_on_the_cpu_and_an_update_is_one_graph(found):
-    assert_halts_as_on_the_cpu_and_updates_are_one_graph(found)
+    xla_results.assert_halts_as_on_the_cpu_and_updates_are_one_graph(found)
 
 
 @reads("xla_qat.recovery")

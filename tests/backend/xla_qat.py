@@ -1,11 +1,11 @@
 """Checks of QAT, recovery and GRPO on torch_xla's CPU device, run by xla_process.py."""
 
-from functools import partial
 from itertools import islice
 
 import torch
 from loops import learn, train_grpo
 from safetensors.torch import load_file
+from students import student_of
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from xla_process import CPU, MODEL, OUT, XLA, apart, difference, on_both, open_session
@@ -29,7 +29,7 @@ from qat_lora.quant.blockwise import compensate_block, first_inputs
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import QuantLinear, free_scales, freeze, quantized_layers
 from qat_lora.quant.spec import QuantSpec
-from qat_lora.quant.student import StudentSpec, quantize
+from qat_lora.quant.student import StudentSpec
 from qat_lora.quant.training import parameter_groups
 from qat_lora.rl.grpo import GRPOPlan, PromptDataset, roll_out
 from qat_lora.rl.objective import Objective
@@ -74,9 +74,7 @@ def one_update(backend, loss_of=kd_loss) -> tuple[nn.Module, dict]:
 
 
 def make_student(backend, model: nn.Module | None = None) -> nn.Module:
-    student = quantize(model or load_model(MODEL), SPEC)
-    initialise(student)
-    return backend.place(student)
+    return backend.place(student_of(model or MODEL, SPEC))
 
 
 def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -103,8 +101,7 @@ def scales() -> dict:
         freeze(student)
         free_scales(student.requires_grad_(False))
         plan = QATPlan(4, 2, 1, 3e-3, 1, 1.0, seed=0, scale_learning_rate=1e-3)
-        evaluate = partial(heldout_figures, dataset=data, backend=backend, batch_size=2, rows=5)
-        train_qat(student, data, plan, session, lambda step, model: evaluate(model), stage="scales")
+        train_qat(student, data, plan, session, lambda _, model: heldout_figures(model, data, backend, 2, 5), "scales")
 
     return on_both("scales", train, Every(log=1, evaluate=2, save=2))
 

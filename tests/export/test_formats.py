@@ -1,5 +1,6 @@
 """Exports equal the trained model: other readers give our logits, and a changed bit is detected."""
 
+import copy
 import itertools
 import json
 
@@ -8,26 +9,17 @@ import pytest
 import torch
 from gguf import GGUFReader
 from peft import LoraConfig, PeftModel, get_peft_model
+from students import student_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from qat_lora.errors import UserError
-from qat_lora.export.gguf import (
-    ADAPTER_FILE,
-    MODEL_FILE,
-    check_gguf,
-    export_formats,
-    gguf_refusal,
-    plan_gguf,
-    summary,
-    write_gguf,
-)
+from qat_lora.export.gguf import ADAPTER_FILE, MODEL_FILE, check_gguf, export_formats, plan_gguf, summary, write_gguf
 from qat_lora.export.gguf_file import from_gguf_rows
 from qat_lora.export.hf import hf_bytes, write_hf
 from qat_lora.export.source import load_source
 from qat_lora.lora.adapter import load_adapter, write_origin
 from qat_lora.models.loading import load_model
-from qat_lora.quant.init import initialise
-from qat_lora.quant.student import StudentSpec, load_student, quantize, read_student, save_student
+from qat_lora.quant.student import StudentSpec, load_student, read_student, save_student
 from qat_lora.run.files import sha256
 
 TOKENS = torch.arange(3, 35).view(2, 16)
@@ -63,14 +55,11 @@ def folder(model_dir):
     return model_dir("llama", tie_word_embeddings=True)
 
 
-def student_of(folder, spec=SPEC, info=None, change=None):
-    """A student file beside the model in `folder`; `change` modifies the student before it is saved."""
-    model = quantize(load_model(str(folder)), spec)
-    initialise(model)
-    if change:
-        change(model)
-    path = folder / f"{next(NUMBERS)}.pt"
-    save_student(path, model, str(folder), spec, info or {"step": 3})
+def file_of(folder, spec=SPEC, info=None, change=lambda student: None):
+    """A student's file beside the model in `folder`; `change` modifies the student before it is saved."""
+    student, path = student_of(folder, spec), folder / f"{next(NUMBERS)}.pt"
+    change(student)
+    save_student(path, student, str(folder), spec, info or {"step": 3})
     return path
 
 
@@ -92,7 +81,7 @@ def adapter_of(folder, checkpoint, **config):
 @pytest.fixture(scope="module")
 def llama(folder):
     """(student file, adapter folder) of the tiny Llama."""
-    checkpoint = student_of(folder)
+    checkpoint = file_of(folder)
     return checkpoint, adapter_of(folder, checkpoint)
 
 
@@ -100,7 +89,7 @@ def llama(folder):
 def source(model_dir, request):
     """The student of each kind of model, with a tied and with an untied head."""
     kind, tied = request.param
-    return load_source(student_of(model_dir(kind, tie_word_embeddings=tied)))
+    return load_source(file_of(model_dir(kind, tie_word_embeddings=tied)))
 
 
 @torch.no_grad()
@@ -116,14 +105,10 @@ def apart(seen, ours):
 
 def merged_logits(source):
     """Our logits with the adapter added by hand."""
-    weights = {name: source.student.get_submodule(name).weight for name in source.loras}
-    before = {name: weight.data.clone() for name, weight in weights.items()}
+    student = copy.deepcopy(source.student)
     for name, lora in source.loras.items():
-        weights[name].data += lora.factor * (lora.b @ lora.a)
-    result = logits(source.student)
-    for name, weight in weights.items():
-        weight.data = before[name]
-    return result
+        student.get_submodule(name).weight.data += lora.factor * (lora.b @ lora.a)
+    return logits(student)
 
 
 def written(source, folder, **how):
@@ -149,7 +134,7 @@ def test_another_reader_of_the_gguf_gives_our_logits(source, tmp_path):
 
 
 def test_balanced4_differs_only_by_its_rounded_offset(folder, tmp_path):
-    source = load_source(student_of(folder, StudentSpec("balanced4/g32", "balanced4/g64", "balanced4/g32")))
+    source = load_source(file_of(folder, StudentSpec("balanced4/g32", "balanced4/g64", "balanced4/g32")))
     plan = written(source, tmp_path)
     assert {e.kind for e in plan.entries if e.quantizer} == {"Q4_1"}
     assert 1e-5 < apart(logits(read_by_transformers(tmp_path)), logits(source.student)) < 1e-2
@@ -167,7 +152,7 @@ def test_balanced4_differs_only_by_its_rounded_offset(folder, tmp_path):
     ids=str,
 )
 def test_the_file_size_equals_the_computed_one_for_every_type(folder, tmp_path, spec):
-    plan = written(load_source(student_of(folder, spec)), tmp_path)
+    plan = written(load_source(file_of(folder, spec)), tmp_path)
     assert (tmp_path / MODEL_FILE).stat().st_size == plan.model_bytes
 
 
@@ -240,11 +225,9 @@ def test_adapter_beside_the_model_and_merged_into_it(llama, tmp_path):
     for name in ("hf", "merged"):
         (tmp_path / name).mkdir()
         write_hf(source, tmp_path / name, tmp_path / name, name == "merged")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    base, ours = AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), merged_logits(source)
     assert torch.equal(logits(base), logits(source.student))
-    ours = merged_logits(source)
-    beside = logits(PeftModel.from_pretrained(base, tmp_path / "hf" / "adapter"))
-    assert apart(beside, ours) < 1e-5
+    assert apart(logits(PeftModel.from_pretrained(base, tmp_path / "hf" / "adapter")), ours) < 1e-5
     config = json.loads((tmp_path / "hf" / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(tmp_path / "hf")
     other = tmp_path / "other.pt"
@@ -260,15 +243,14 @@ def test_adapter_beside_the_model_and_merged_into_it(llama, tmp_path):
 def mixtral(model_dir):
     """(student file, adapter on attention and experts) of a tiny Mixtral."""
     folder = model_dir("mixtral", num_local_experts=4)
-    checkpoint = student_of(folder, StudentSpec("none", "int4/g32"))
+    checkpoint = file_of(folder, StudentSpec("none", "int4/g32"))
     experts = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
     return checkpoint, adapter_of(folder, checkpoint, target_modules=["q_proj"], target_parameters=experts)
 
 
 @pytest.mark.parametrize("merged", [False, True])
 def test_adapter_on_experts(mixtral, tmp_path, merged):
-    ours = logits(load_adapter(load_student(mixtral[0])[0], mixtral[1], mixtral[0]))
-    source = load_source(*mixtral)
+    ours, source = logits(load_adapter(load_student(mixtral[0])[0], mixtral[1], mixtral[0])), load_source(*mixtral)
     assert apart(logits(source.student), ours) > 0.1 and len(source.updates) == 2 * 3
     write_hf(source, tmp_path, tmp_path, merged)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -284,14 +266,14 @@ def test_mixture_of_experts_cannot_be_written_as_gguf(mixtral):
 # -- plans -----------------------------------------------------------------------------------------------------------
 def test_formats_of_a_model(model_dir, folder, mixtral):
     assert export_formats(str(folder)) == "export: hf, gguf"
-    assert gguf_refusal(str(model_dir("llama", attention_bias=True))).endswith("not written to GGUF")
+    assert export_formats(str(model_dir("llama", attention_bias=True))).endswith("not written to GGUF")
     said = export_formats(read_student(mixtral[0])["model"])
     assert said.startswith("export: hf; no GGUF: model ") and "is a mixtral" in said and "\n" not in said
 
 
 # -- Gemma -----------------------------------------------------------------------------------------------------------
 def test_norms_of_gemma_include_one_plus_the_weight_and_the_scale_of_q(model_dir, tmp_path):
-    source = load_source(student_of(model_dir("gemma3_text", head_dim=16, query_pre_attn_scalar=24)))
+    source = load_source(file_of(model_dir("gemma3_text", head_dim=16, query_pre_attn_scalar=24)))
     plan = written(source, tmp_path)
     tensors = {t.name: t.data for t in GGUFReader(tmp_path / MODEL_FILE).tensors}
     weights = dict(source.student.named_parameters())
@@ -311,8 +293,8 @@ def test_norms_of_gemma_include_one_plus_the_weight_and_the_scale_of_q(model_dir
 # -- bad input -------------------------------------------------------------------------------------------------------
 def test_untrained_student(folder):
     with pytest.raises(UserError, match="is untrained"):
-        load_source(student_of(folder, info={"step": 0, "trained": False}))
-    assert load_source(student_of(folder, info={"stage": "layers"})).loras == {}
+        load_source(file_of(folder, info={"step": 0, "trained": False}))
+    assert load_source(file_of(folder, info={"stage": "layers"})).loras == {}
 
 
 @pytest.mark.parametrize(
@@ -323,14 +305,14 @@ def test_untrained_student(folder):
     ],
 )
 def test_student_with_nan_or_a_scale_beyond_fp16(folder, name, value, words):
-    bad = student_of(folder, change=lambda student: student.model.get_parameter(name).data.fill_(value))
+    bad = file_of(folder, change=lambda student: student.model.get_parameter(name).data.fill_(value))
     with pytest.raises(UserError, match=words):
         load_source(bad)
 
 
 def test_adapter_of_another_student(folder, llama):
     with pytest.raises(UserError, match="another student"):
-        load_source(student_of(folder, StudentSpec("int2/g64", "int2/g64")), llama[1])
+        load_source(file_of(folder, StudentSpec("int2/g64", "int2/g64")), llama[1])
 
 
 def test_adapter_that_is_more_than_a_product(folder, llama):
@@ -339,7 +321,7 @@ def test_adapter_that_is_more_than_a_product(folder, llama):
 
 
 def test_type_that_cannot_hold_a_layer_is_refused_before_anything_is_written(folder):
-    source = load_source(student_of(folder, StudentSpec("int2/g64", "int2/g32")))
+    source = load_source(file_of(folder, StudentSpec("int2/g64", "int2/g32")))
     with pytest.raises(UserError, match=r"Q2_0 cannot hold model\.layers\.0\.self_attn\.q_proj, which is int2/g32"):
         plan_gguf(source, "Q2_0")
     assert {e.kind for e in plan_gguf(source, "Q4_0").entries if e.quantizer} == {"Q4_0"}

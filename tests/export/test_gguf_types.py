@@ -7,8 +7,8 @@ import torch
 
 from qat_lora.errors import UserError
 from qat_lora.export import gguf_types
-from qat_lora.export.gguf_types import TYPES, choose, coding, decode, encode, fitting
-from qat_lora.quant.linear import SMALLEST_SCALE, Quantizer
+from qat_lora.export.gguf_types import TYPES, choose, decode, encode, fitting
+from qat_lora.quant.linear import Quantizer
 from qat_lora.quant.spec import QuantSpec
 
 OUT, IN = 6, 128
@@ -120,9 +120,6 @@ def test_types_that_fit(text, width, types):
         ("int2/g32", 128, "Q2_0", ["its blocks hold 64 weights", "use Q4_0, Q4_1, Q8_0, F16, or auto"]),
         ("balanced2/g64", 128, "Q2_0", ["it cannot represent the levels of balanced2", "Q4_0"]),
         ("int2/tensor", 96, "Q2_0", ["96 inputs are not divisible by its block size 64", "Q4_0"]),
-        ("int4/tensor", 48, "Q4_0", ["48 inputs are not divisible by its block size 32", "use F16"]),
-        ("int4/g64", 128, "Q2_0", ["it cannot represent the levels of int4", "use Q4_0"]),
-        ("balanced8/g32", 128, "Q8_0", ["it cannot represent the levels of balanced8", "use F16"]),
         ("int4/r8", 128, "Q4_0", ["one scale per block, not one per weight", "use F16"]),
     ],
 )
@@ -131,8 +128,3 @@ def test_a_type_that_does_not_fit_is_refused_by_name(text, width, kind, words):
         choose("layers.0.mlp.up_proj", QuantSpec.parse(text), width, kind)
     for word in [f"--gguf-type {kind}", "layers.0.mlp.up_proj", text, *words]:
         assert word in str(error.value)
-
-
-def test_d_is_exact_for_the_smallest_scale():
-    factor = coding(QuantSpec.parse("balanced2/g32"), "Q4_0").factor
-    assert factor == 0.5 and np.float16(SMALLEST_SCALE * factor) / factor == SMALLEST_SCALE

@@ -141,18 +141,13 @@ def test_a_finished_cache_is_left_alone(whole, write):
 def test_a_missing_or_damaged_shard_is_named_and_written_again(cache, whole, write):
     path = cache / "shard-00001.safetensors"
     content = path.read_bytes()
-    flipped = [
-        content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :] for at in (len(content) - 9, len(content) - 1)
-    ]
-    for bad in (content[:-1], content[:100], b"", *flipped):
-        path.write_bytes(bad)
-        assert "shard-00001.safetensors is damaged" in refused(cache)
+    for bad in (content[:-1], b"", content[:-1] + bytes([content[-1] ^ 1]), None):
+        path.unlink()
+        if bad is not None:
+            path.write_bytes(bad)
+        assert f"shard-00001.safetensors is {'missing' if bad is None else 'damaged'}" in refused(cache)
         write(cache)
         assert bytes_of(cache) == bytes_of(whole)
-    path.unlink()
-    assert "shard-00001.safetensors is missing" in refused(cache)
-    write(cache)
-    assert bytes_of(cache) == bytes_of(whole)
 
 
 def test_the_seed_determines_the_draws(write, whole, tmp_path):

@@ -35,10 +35,8 @@ def write(teacher, backend, tiny_tokenizer, tmp_path_factory):
             vocab=512, seed=0, rows_per_shard=8, train_rows=12, heldout_rows=4, **edges(bos, tiny_tokenizer),
         )  # fmt: skip
         folder = tmp_path_factory.mktemp("cache")
-        parts = {"train": slice(0, 12), "heldout": slice(12, 16)}
-        split = {
-            name: dataclasses.replace(rows, tokens=rows.tokens[at], mask=rows.mask[at]) for name, at in parts.items()
-        }
+        parts = zip(("train", "heldout"), rows.tokens.split((12, 4)), rows.mask.split((12, 4)))
+        split = {name: dataclasses.replace(rows, tokens=tokens, mask=mask) for name, tokens, mask in parts}
         list(write_cache(folder, spec, split, teacher, backend, 4))
         return folder, rows
 

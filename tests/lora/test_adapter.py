@@ -41,12 +41,9 @@ def changed(adapter, tmp_path):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"init_lora_weights": "pissa"}, {"init_lora_weights": "pissa_niter_4"}, {"init_lora_weights": "olora"},
-        {"init_lora_weights": "corda"}, {"init_lora_weights": "loftq"}, {"init_lora_weights": "lora_ga"},
-        {"init_lora_weights": "mica"}, {"lora_alpha": 0}, {"alora_invocation_tokens": [1, 2]},
+        {"init_lora_weights": "pissa_niter_4"}, {"lora_alpha": 0}, {"alora_invocation_tokens": [1, 2]},
         {"trainable_token_indices": [5]}, {"layer_replication": [[0, 2], [1, 2]]}, {"modules_to_save": ["norm"]},
-        {"use_qalora": True}, {"velora_config": {"rank": 4}}, {"kasa_config": {"r": 4}}, {"arrow_config": {"top_k": 2}},
-        {"use_bdlora": {"nblocks": 2}}, {"megatron_config": {"x": 1}}, {"a_setting_of_tomorrow": True},
+        {"use_qalora": True}, {"velora_config": {"rank": 4}}, {"a_setting_of_tomorrow": True},
         {"task_type": "SEQ_CLS"}, {"peft_type": "LOHA"},
     ],
     ids=str,
@@ -98,9 +95,8 @@ def test_every_setting_of_the_installed_peft_is_known():
 
 @pytest.mark.parametrize("start", [True, False, "gaussian", "orthogonal"])
 def test_initialisations_that_leave_the_base_unchanged(tiny_model_dir, tmp_path, start):
-    base = load_model(str(tiny_model_dir))
-    before = {name: value.clone() for name, value in base.state_dict().items()}
     config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=start, task_type="CAUSAL_LM")
     get_peft_model(load_model(str(tiny_model_dir)), config).save_pretrained(tmp_path, save_embedding_layers=False)
-    base = load_adapter(base, tmp_path).unload()
-    assert all(torch.equal(value, before[name]) for name, value in base.state_dict().items())
+    before = load_model(str(tiny_model_dir)).state_dict()
+    after = load_adapter(load_model(str(tiny_model_dir)), tmp_path).unload().state_dict()
+    assert all(torch.equal(value, before[name]) for name, value in after.items())

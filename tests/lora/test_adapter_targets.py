@@ -8,15 +8,15 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import ParamWrapper
+from students import student_of
 
 from qat_lora.errors import UserError
 from qat_lora.lora.adapter import Dropout, adapter_values, load_adapter, save_adapter
 from qat_lora.lora.add import add_adapter, fit_to_error
 from qat_lora.lora.targets import PROJECTIONS, adapted, choose, coverage, left_out
 from qat_lora.models.architecture import decoder_layers, eager_experts, hidden_states, matrices, unwrap
-from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import freeze
-from qat_lora.quant.student import StudentSpec, quantize
+from qat_lora.quant.student import StudentSpec
 
 SIZE = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -24,9 +24,8 @@ SIZE = {
     "eos_token_id": 2,
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-LINEAR = {f"linear_num_{name}_heads": 2 for name in ("key", "value")} | {
-    f"linear_{name}_head_dim": 16 for name in ("key", "value")
-}
+LINEAR = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2)
+LINEAR |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16)
 MORE = {
     "Mixtral": EXPERTS, "Qwen3Moe": EXPERTS, "GptOss": EXPERTS,
     "Qwen3Next": EXPERTS | LINEAR | {"shared_expert_intermediate_size": 32, "num_hidden_layers": 4},
@@ -67,9 +66,9 @@ def built(name: str, **more):
     return model.requires_grad_(False)
 
 
-def student_of(model, spec="int4/tensor"):
-    student = quantize(copy.deepcopy(model), StudentSpec(spec, spec))
-    initialise(student)
+def frozen(model, *spec: str):
+    """A copy of the model as a student, whose codes are fixed."""
+    student = student_of(copy.deepcopy(model), StudentSpec(*spec or ["int4/tensor"] * 2))
     freeze(student)
     return student.requires_grad_(False)
 
@@ -183,10 +182,7 @@ def test_names_and_groups(kind, targets, wanted):
     "kind, targets, reason",
     [
         ("Phi3", "q,v,o", "'q' matches nothing; choose from o,qkv_proj,gate_up_proj,down,attn,mlp,all"),
-        ("GPTNeoX", "o", "'o' matches nothing; choose from query_key_value,dense,dense_h_to_4h,"),
         ("Mixtral", "q,down", "'down' matches nothing; choose from q,k,v,o,attn,all,experts"),
-        ("Mixtral", "mlp", "'mlp' matches nothing; choose from q,k,v,o,attn,all,experts"),
-        ("Mixtral", "gate_up_proj", "'gate_up_proj' matches nothing"),
         ("Mixtral", "mlp.gate", "'mlp.gate' matches nothing"),  # the router
         ("Qwen3Next", "q,v,o", "'q' matches 1 of 4 blocks and leaves 3 others without an adapter on that part; add "
          "a target for them: in_proj_qkvz,in_proj_ba,out_proj (3 of 4 blocks), gate,up,down (4 of 4 blocks), q,k,v,o "
@@ -218,7 +214,7 @@ def test_layers_without_an_adapter_are_reported():
     mixtral = add_adapter(tiny("Mixtral"), 2, 2, ("auto",), 0)
     assert left_out(mixtral, "; like this") == ["experts are left as they are; like this"]
     assert left_out(add_adapter(tiny("Mixtral"), 2, 2, ("auto", "experts"), 0)) == []
-    (line,) = left_out(add_adapter(student_of(tiny("Mamba")), 2, 2, ("auto",), 0))
+    (line,) = left_out(add_adapter(frozen(tiny("Mamba")), 2, 2, ("auto",), 0))
     assert line.startswith("x_proj, dt_proj, out_proj cannot have an adapter")
 
 
@@ -240,9 +236,8 @@ def test_a_shared_expert_is_not_a_router():
 )  # fmt: skip
 def test_experts_are_adapted_plain_or_quantised(kind, spec, tmp_path):
     model = tiny(kind)
-    model = student_of(model, spec) if spec else model
-    before, plain, base = model.state_dict(), logits(model), copy.deepcopy(model)
-    before = {name: tensor.clone() for name, tensor in before.items() if tensor is not None}
+    model = frozen(model, spec, spec) if spec else model
+    plain, base = logits(model), copy.deepcopy(model)
     model = add_adapter(model, 4, 8, ("auto", "experts"), 0, dropout=0.1)
     torch.testing.assert_close(logits(model), plain, rtol=1e-5, atol=1e-5)
     experts = [layer for layer in adapted(unwrap(model)).values() if isinstance(layer, ParamWrapper)]
@@ -255,13 +250,14 @@ def test_experts_are_adapted_plain_or_quantised(kind, spec, tmp_path):
         torch.testing.assert_close(logits(model.eval()), plain, rtol=1e-5, atol=1e-5)
     check_file(model, base, tmp_path)
     after = {n.replace(".base_layer", ""): p for n, p in unwrap(model).state_dict().items() if "lora_" not in n}
+    before = {name: tensor for name, tensor in base.state_dict().items() if tensor is not None}
     assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
 
 
 def test_gradient_checkpointing_changes_nothing_for_experts():
     grads = []
     for checkpointing in (False, True):
-        model = filled(add_adapter(student_of(tiny("Mixtral")), 4, 8, ("all", "experts"), 0)).train()
+        model = filled(add_adapter(frozen(tiny("Mixtral")), 4, 8, ("all", "experts"), 0)).train()
         if checkpointing:
             unwrap(model).gradient_checkpointing_enable({"use_reentrant": False})
             unwrap(model).enable_input_require_grads()
@@ -276,9 +272,8 @@ def test_gradient_checkpointing_changes_nothing_for_experts():
 def test_a_full_rank_adapter_fitted_to_the_error_gives_the_teacher(kind):
     """Fused projections, experts in either layout, layers smaller than the rank."""
     base = tiny(kind)
-    student = student_of(base)
     moe = any(matrix.is_experts for matrix in matrices(decoder_layers(base)[0]))
-    model = add_adapter(student, 64, 8, ("all", "experts") if moe else ("all",), 0)
+    model = add_adapter(frozen(base), 64, 8, ("all", "experts") if moe else ("all",), 0)
     assert (logits(model) - logits(base)).abs().max() > 1e-2
     fit_to_error(model, base, [{"tokens": TOKENS}], "fp32")
     torch.testing.assert_close(logits(model), logits(base), rtol=1e-3, atol=1e-3)
@@ -287,10 +282,7 @@ def test_a_full_rank_adapter_fitted_to_the_error_gives_the_teacher(kind):
 @torch.no_grad()
 def test_the_adapter_of_an_unquantised_layer_starts_at_zero():
     base = tiny("Mixtral")
-    student = quantize(copy.deepcopy(base), StudentSpec("int4/tensor", "none"))
-    initialise(student)
-    freeze(student)
-    model = add_adapter(student.requires_grad_(False), 4, 4, ("all", "experts"), 0)
+    model = add_adapter(frozen(base, "int4/tensor", "none"), 4, 4, ("all", "experts"), 0)
     fit_to_error(model, base, [{"tokens": TOKENS}], "fp32")
     for place, layer in adapted(unwrap(model)).items():
         assert layer.lora_B["default"].weight.any() == ("experts" in place)

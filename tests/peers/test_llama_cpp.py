@@ -12,16 +12,8 @@ from pydoc_data.topics import topics
 import numpy as np
 import pytest
 import torch
+import transformers as tf
 from peft import LoraConfig, get_peft_model
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3TextConfig,
-    GraniteConfig,
-    LlamaConfig,
-    MistralConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
 
 from qat_lora.export.gguf import ADAPTER_FILE, MODEL_FILE, plan_gguf, write_gguf
 from qat_lora.export.source import load_source
@@ -184,9 +176,11 @@ SHAPE = {
     "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 TINY = {
-    "llama": LlamaConfig(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, **SHAPE),
-    "qwen2": Qwen2Config(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, **SHAPE),
-    "qwen3": Qwen3Config(num_attention_heads=2, num_key_value_heads=1, head_dim=128, tie_word_embeddings=True, **SHAPE),
+    "llama": tf.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, **SHAPE),
+    "qwen2": tf.Qwen2Config(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, **SHAPE),
+    "qwen3": tf.Qwen3Config(
+        num_attention_heads=2, num_key_value_heads=1, head_dim=128, tie_word_embeddings=True, **SHAPE
+    ),
 }
 LAYOUTS = {
     "F16": (StudentSpec("lut4/g32", "int4/r4", "lut4/g32"), 1e-2),
@@ -200,7 +194,7 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def tiny(full_model_dir):
     """tiny(kind): a folder with a random model in which every parameter has an effect."""
-    return lambda kind: full_model_dir(AutoModelForCausalLM.from_config(TINY[kind]))
+    return lambda kind: full_model_dir(tf.AutoModelForCausalLM.from_config(TINY[kind]))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -248,18 +242,19 @@ TWO = {"sliding_attention": UNSCALED, "full_attention": LINEAR | {"rope_theta": 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 GRANITE = {"logits_scaling": 8.0, "attention_multiplier": 0.1, "residual_multiplier": 0.3, "embedding_multiplier": 12.0}
 SETTINGS = {  # the model, and the changes that remove the tested setting
-    "llama3": (LlamaConfig(rope_parameters=LLAMA3, **HEADS, **SHAPE), {"rope_parameters": UNSCALED}),
-    "linear": (LlamaConfig(rope_parameters=LINEAR, **HEADS, **SHAPE), {"rope_parameters": UNSCALED}),
-    "yarn": (Qwen2Config(rope_parameters=YARN, **HEADS, **SHAPE), {"rope_parameters": UNSCALED}),
-    "mistral": (MistralConfig(sliding_window=None, **HEADS, **SHAPE), {"sliding_window": 8}),
-    "granite": (GraniteConfig(**GRANITE, **HEADS, **SHAPE), {"attention_multiplier": 0.25, "residual_multiplier": 1.0}),
-    "gemma3": (Gemma3TextConfig(head_dim=16, sliding_window=8, **HEADS, **SHAPE), {"sliding_window": 512}),
+    "llama3": (tf.LlamaConfig(rope_parameters=LLAMA3, **HEADS, **SHAPE), {"rope_parameters": UNSCALED}),
+    "linear": (tf.LlamaConfig(rope_parameters=LINEAR, **HEADS, **SHAPE), {"rope_parameters": UNSCALED}),
+    "yarn": (tf.Qwen2Config(rope_parameters=YARN, **HEADS, **SHAPE), {"rope_parameters": UNSCALED}),
+    "mistral": (tf.MistralConfig(sliding_window=None, **HEADS, **SHAPE), {"sliding_window": 8}),
+    "granite": (tf.GraniteConfig(**GRANITE, **HEADS, **SHAPE),
+                {"attention_multiplier": 0.25, "residual_multiplier": 1.0}),
+    "gemma3": (tf.Gemma3TextConfig(head_dim=16, sliding_window=8, **HEADS, **SHAPE), {"sliding_window": 512}),
     "gemma3 mixed": (
-        Gemma3TextConfig(head_dim=32, sliding_window=8, query_pre_attn_scalar=24, final_logit_softcapping=5.0,
-                         layer_types=["sliding_attention", "full_attention"], rope_parameters=TWO, **HEADS, **SHAPE),
+        tf.Gemma3TextConfig(head_dim=32, sliding_window=8, query_pre_attn_scalar=24, final_logit_softcapping=5.0,
+                            layer_types=["sliding_attention", "full_attention"], rope_parameters=TWO, **HEADS, **SHAPE),
         {"final_logit_softcapping": None},
     ),
-    "gemma3 full": (Gemma3TextConfig(head_dim=16, layer_types=["full_attention"] * 2, **HEADS, **SHAPE),
+    "gemma3 full": (tf.Gemma3TextConfig(head_dim=16, layer_types=["full_attention"] * 2, **HEADS, **SHAPE),
                     {"query_pre_attn_scalar": 16}),
 }  # fmt: skip
 
@@ -269,12 +264,12 @@ SETTINGS = {  # the model, and the changes that remove the tested setting
 def test_logits_of_settings(full_model_dir, tmp_path, what, adapted):
     """Rotary scaling, windows, norms and multipliers; without the setting each model gives different logits."""
     config, without = SETTINGS[what]
-    name = str(full_model_dir(AutoModelForCausalLM.from_config(config)))
+    name = str(full_model_dir(tf.AutoModelForCausalLM.from_config(config)))
     tokens = torch.randint(3, 512, (100,), generator=torch.Generator().manual_seed(0))
     ours, theirs, _, _ = both_logits(name, StudentSpec("lut4/g32", "int4/r4"), tmp_path, adapted, tokens, search=False)
     far = distance(theirs, ours, ours)
     if not adapted:
-        other = AutoModelForCausalLM.from_config(type(config)(**config.to_dict() | without)).eval()
+        other = tf.AutoModelForCausalLM.from_config(type(config)(**config.to_dict() | without)).eval()
         other.load_state_dict(load_student(tmp_path / "best.pt")[0].state_dict(), strict=False)
         off = distance(logits_of(other, tokens), theirs, ours)
         print(f"\n{what}: {far:.5f}, without the setting {off:.5f}", flush=True)

@@ -1,6 +1,7 @@
 """Initialisation of a student: each method gets closer to the teacher than the one before; GPTQ block by block."""
 
 import contextlib
+from itertools import islice
 
 import pytest
 import torch
@@ -19,8 +20,7 @@ from qat_lora.quant.student import StudentSpec, quantize
 
 @pytest.fixture(scope="module")
 def calibration(data):
-    stream = batches(data[0], 4, 1, seed=0)
-    return [next(stream) for _ in range(10)]
+    return list(islice(batches(data[0], 4, 1, seed=0), 10))
 
 
 @pytest.fixture

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers as tf
+from students import student_of
 
 from qat_lora.errors import UserError
 from qat_lora.models.experts import STATIC
-from qat_lora.quant.init import initialise, set_scale
+from qat_lora.quant.init import set_scale
 from qat_lora.quant.linear import ExpertWeight, Quantizer, QuantLinear, freeze, quantized_layers, rows_of, unquantized
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import StudentSpec, bits_per_weight, quantize, student_content, thaw
@@ -31,9 +32,8 @@ def make(kind: str):
     return model
 
 
-def student_of(kind: str, spec: str):
-    initialise(student := quantize(make(kind), StudentSpec(spec, "none")))
-    return student
+def quantised(kind: str, spec: str = "balanced2/g16"):
+    return student_of(make(kind), StudentSpec(spec, "none"))
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -60,7 +60,7 @@ def test_each_expert_is_quantised_independently(spec):
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_forward_pass_uses_quantised_experts(kind, spec):
     """The same outputs as a model with replaced weights; without quantisers, as the original model."""
-    student, plain = student_of(kind, spec), make(kind)
+    student, plain = quantised(kind, spec), make(kind)
     with torch.no_grad():
         with unquantized(student):
             assert torch.equal(student(TOKENS).logits, plain(TOKENS).logits)
@@ -77,7 +77,7 @@ def test_the_forward_pass_uses_quantised_experts(kind, spec):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_and_their_scales_are_trainable(kind):
-    student = student_of(kind, "balanced2/g16")
+    student = quantised(kind)
     student(TOKENS, labels=TOKENS).loss.backward()
     for layer in quantized_layers(student).values():
         assert isinstance(layer, ExpertWeight) and layer.weight.grad.abs().sum() > 0
@@ -93,7 +93,7 @@ def test_experts_and_their_scales_are_trainable(kind):
 def test_experts_on_static_shapes_give_the_same_results(kind):
     found = []
     for implementation in ("eager", STATIC):
-        student = student_of(kind, "balanced2/g16")
+        student = quantised(kind)
         student.config._experts_implementation = implementation
         out = student(TOKENS, labels=TOKENS)
         out.loss.backward()
@@ -102,7 +102,7 @@ def test_experts_on_static_shapes_give_the_same_results(kind):
 
 
 def test_every_block_weight_is_counted():
-    student = student_of("Mixtral", "balanced2/g16")
+    student = quantised("Mixtral")
     experts, rest = 2 * 3 * (128 * 32 + 32 * 64), 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32)
     bits = experts * 2 + experts // 16 * 16 + rest * 16
     assert bits_per_weight(student) == pytest.approx(bits / (experts + rest))

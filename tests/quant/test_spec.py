@@ -13,12 +13,10 @@ CODEBOOKS, BITS = ("balanced", "int", "uniform"), (2, 3, 4, 8)
 
 
 def test_parsing_gives_the_parts_and_printing_the_text():
-    scales = {"g32": ("group", 32), "g128": ("group", 128), "r1": ("lowrank", 1), "r8": ("lowrank", 8)}
+    scales = {"g128": ("group", 128), "r8": ("lowrank", 8), "tensor": ("tensor",)}
     for codebook, bits, scale in itertools.product(CODEBOOKS, BITS, scales):
         spec = QuantSpec.parse(text := f"{codebook}{bits}/{scale}")
         assert spec == QuantSpec(codebook, bits, *scales[scale]) and str(spec) == text
-    assert QuantSpec.parse("int8/tensor") == QuantSpec("int", 8, "tensor")
-    assert str(QuantSpec("int", 8, "tensor")) == "int8/tensor"
     assert str(QuantSpec.parse("lut4/r8")) == "uniform4/r8", "lut is the earlier name of uniform"
     assert QuantSpec("lut", 4, "lowrank", 8) == QuantSpec("uniform", 4, "lowrank", 8)
     assert QuantSpec.parse("none") is None
@@ -26,9 +24,8 @@ def test_parsing_gives_the_parts_and_printing_the_text():
 
 @pytest.mark.parametrize(
     "text",
-    ["", "None", "balanced2", "balanced2/", "balanced5/g32", "balanced1/g32", "nf4/g32", "int4/32", "int4/g", "int4/r",
-     "int4/g0", "int4/r0", "int4/g00", "int4/g-8", "int4/g3.5", " int4/g32", "int4/g32 ", "int4/g32\n", "int4/tensor8",
-     "int4/g32r8", "INT4/g32"],
+    ["", "None", "balanced2", "balanced5/g32", "nf4/g32", "int4/32", "int4/g", "int4/g00", "int4/r0", "int4/g3.5",
+     " int4/g32", "int4/g32\n", "int4/tensor8", "int4/g32r8", "INT4/g32"],
 )  # fmt: skip
 def test_a_bad_text_is_named_in_the_error(text):
     with pytest.raises(UserError) as error:
@@ -65,11 +62,7 @@ def test_scale_values():
 @pytest.mark.parametrize(
     "text, shape, said",
     [
-        (
-            "int4/g32",
-            (64, 48),
-            r"48 inputs are not divisible by group 32; use one of \[2, 3, 4, 6, 8, 12, 16, 24, 48\]",
-        ),
+        ("int4/g32", (64, 48), r"48 inputs are not divisible by group 32; use one of \[2, 3, 4, .*, 24, 48\]"),
         ("int4/r33", (32, 64), "rank 33 exceeds the weight's 32; use a lower rank"),
         ("int4/r8", (64, 48), "48 inputs are not divisible by 32; use a group scale"),
     ],

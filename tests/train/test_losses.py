@@ -106,36 +106,13 @@ def test_targets_on_the_whole_vocabulary_give_the_dense_loss(case):
 @pytest.mark.parametrize("total", [None, torch.tensor(5.0)])
 @pytest.mark.parametrize("mass", [1.0, 0.6])
 def test_value_and_gradients_equal_a_dense_fp64_reference(case, mass, total):
-    """Also where an index repeats; 3: a factor upstream of the loss."""
+    """Also where an index repeats or the mask is 0; 3: a factor upstream of the loss."""
     hidden, head, index, prob, mask = case
     rest = index, prob * mass, mask, total
     pair = [gradients(lambda *given, loss=loss: 3 * loss(*given), hidden, head, *rest) for loss in (sparse_loss, dense)]
     for ours, wanted in zip(*pair):
         torch.testing.assert_close(ours, wanted.float(), rtol=1e-4, atol=1e-6)
-
-
-def test_a_mask_in_the_sparse_loss_equals_the_subset(case):
-    *rest, mask = case
-    hidden, head, index, prob = rest
-    keep = mask.bool()
-    loss, grad, _ = gradients(sparse_loss, *case)
-    alone = sparse_loss(hidden[keep][None], head, index[keep][None], prob[keep][None], mask[keep][None])
-    torch.testing.assert_close(loss, alone)
-    assert not grad[~keep].any() and grad[keep].any(-1).all()
-
-
-def test_accumulation_with_total_equals_one_large_batch(case):
-    """The second of two rows keeps one position fewer than the first, so a mean of means would differ."""
-    hidden, head, index, prob, mask = case
-    mask[1, 1] = 0
-    total = mask.sum(dtype=torch.float32)
-    whole = gradients(sparse_loss, *case)
-    parts = [
-        gradients(sparse_loss, hidden[i : i + 1], head, index[i : i + 1], prob[i : i + 1], mask[i : i + 1], total)
-        for i in range(B)
-    ]
-    losses, hiddens, heads = zip(*parts)
-    torch.testing.assert_close((sum(losses), torch.cat(hiddens), sum(heads)), whole)
+    assert not pair[0][1][mask == 0].any(), "exactly zero"
 
 
 @pytest.fixture
@@ -212,10 +189,10 @@ def test_full_logits_are_never_allocated(in_strips):
     vocab, length = 400, 32
     hidden, head = random(B, length, H).requires_grad_(), random(vocab, H).requires_grad_()
     index = torch.randint(0, vocab, (B, length, J), generator=torch.Generator().manual_seed(1))
-    prob, mask = torch.full((B, length, J), 1 / J), torch.ones(B, length)
+    given = hidden, head, index, torch.full((B, length, J), 1 / J), torch.ones(B, length)
     in_strips(32, 100)
-    assert largest_tensor(lambda: sparse_loss(hidden, head, index, prob, mask).backward()) <= 32 * 100
-    assert largest_tensor(lambda: dense(hidden, head, index, prob, mask).backward()) >= B * length * vocab
+    assert largest_tensor(lambda: sparse_loss(*given).backward()) <= 32 * 100
+    assert largest_tensor(lambda: dense(*given).backward()) >= B * length * vocab
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -223,14 +200,15 @@ def test_full_logits_are_never_allocated(in_strips):
 def test_gradients_of_log_probs_in_strips_equal_autograd(case, temperature, trained, in_strips, kernels):
     hidden, head = case[0].flatten(0, 1), case[1]
     tokens, coming = torch.arange(len(hidden)) % V, random(len(hidden))
+    in_strips(5, 4)
+
+    def plain(hidden, head, tokens, temperature):
+        return (hidden @ head.T / temperature).log_softmax(1).gather(1, tokens[:, None]).squeeze(1)
+
     found = []
-    for ours in (False, True):
+    for function in (token_log_probs, plain):
         given = [hidden.clone().requires_grad_(), head.clone().requires_grad_(trained)]
-        if ours:
-            in_strips(5, 4)
-            logp = token_log_probs(*given, tokens, temperature)
-        else:
-            logp = (given[0] @ given[1].T / temperature).log_softmax(1).gather(1, tokens[:, None]).squeeze(1)
+        logp = function(*given, tokens, temperature)
         (logp * coming).sum().backward()
         found.append([logp.detach(), *(tensor.grad for tensor in given[: 1 + trained])])
     torch.testing.assert_close(*found)
@@ -258,16 +236,12 @@ def test_a_frozen_weight_that_changes_is_cast_again():
     assert torch.equal(part.weight, weight[:5].bfloat16()) and part.logits(hidden.bfloat16()).shape == (3, 5)
 
 
-def test_a_frozen_head_gets_no_gradient_and_nothing_does_under_no_grad(case):
+def test_the_loss_without_gradients_is_the_same(case):
     hidden, head, *rest = case
-    loss, wanted, _ = gradients(sparse_loss, *case)
-    hidden.requires_grad_()
-    sparse_loss(hidden, head, *rest).backward()
-    assert head.grad is None and torch.equal(hidden.grad, wanted)
     with torch.no_grad():
-        found = sparse_loss(hidden, head.requires_grad_(), *rest)
+        found = sparse_loss(hidden.requires_grad_(), head.requires_grad_(), *rest)
     assert not found.requires_grad
-    torch.testing.assert_close(found, loss)
+    torch.testing.assert_close(found, sparse_loss(hidden, head, *rest).detach())
 
 
 def test_bf16_autocast_keeps_the_softmax_in_fp32(case):
@@ -298,8 +272,7 @@ def test_sampled_tails_are_unbiased_and_plain_top_k_is_not():
     def cosine(gradient):
         return F.cosine_similarity(gradient, full[1].flatten().float(), dim=0)
 
-    assert cosine(sampled) >= 0.99
-    assert cosine(plain) < 0.95
+    assert cosine(plain) < 0.95 < 0.99 <= cosine(sampled)
     torch.testing.assert_close(sampled.norm(), full[1].norm().float(), rtol=0.1, atol=0)
 
 

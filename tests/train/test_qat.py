@@ -2,9 +2,11 @@
 
 import dataclasses
 import math
+from functools import partial
 
 import pytest
 import torch
+from students import student_of
 
 from qat_lora.backend import TorchBackend
 from qat_lora.data.batches import batches
@@ -12,51 +14,38 @@ from qat_lora.errors import UserError
 from qat_lora.kd.evaluation import heldout_figures
 from qat_lora.kd.training import QATPlan, kd_loss, train_qat
 from qat_lora.models.loading import load_model
-from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import quantized_layers
-from qat_lora.quant.student import StudentSpec, quantize
+from qat_lora.quant.student import StudentSpec
 from qat_lora.quant.training import parameter_groups, select_parameters, usual_rates
 from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session
-from qat_lora.train.loop import restore, update
+from qat_lora.train.loop import restore
 
-PLAN = QATPlan(
-    steps=6, batch_size=4, accumulation=1, learning_rate=4e-3, warmup_steps=2, clip_grad_norm=1.0, seed=0,
-    scale_learning_rate=4e-3,
-)  # fmt: skip
+PLAN = QATPlan(6, 4, 1, 4e-3, warmup_steps=2, clip_grad_norm=1.0, seed=0, scale_learning_rate=4e-3)
 
 
 @pytest.fixture(scope="module")
 def new_student(sharp_model_dir):
-    def make():
-        student = quantize(load_model(str(sharp_model_dir)), StudentSpec("balanced2/g32", "lut2/r4", "balanced4/g32"))
-        initialise(student)
-        return student
-
-    return make
-
-
-def played(student, data, plan, session):
-    """(student, lines of metrics.jsonl with a loss) after training."""
-    train_qat(student, data[0], plan, session, lambda step, model: {})
-    return student, [line for line in session.run.metrics() if "loss" in line]
+    return partial(student_of, sharp_model_dir, StudentSpec("balanced2/g32", "lut2/r4", "balanced4/g32"))
 
 
 @pytest.fixture(scope="module")
-def usual(new_student, data, backend, tmp_path_factory):
-    """The student trained by PLAN, and its lines. Do not change it."""
-    session = Session(Run(tmp_path_factory.mktemp("usual"), resumed=False), backend, Every(log=1))
-    return played(new_student(), data, PLAN, session)
+def train(new_student, data, backend, tmp_path_factory):
+    """train(plan, backend): (student, lines of metrics.jsonl with a loss)."""
 
-
-@pytest.fixture
-def train(new_student, make_session, data, backend):
-    """train(plan, name): (student, lines of metrics.jsonl with a loss)."""
-
-    def run(plan, name="run", backend=backend):
-        return played(new_student(), data, plan, make_session(name, backend))
+    def run(plan, backend=backend):
+        student = new_student()
+        session = Session(Run(tmp_path_factory.mktemp("run"), resumed=False), backend, Every(log=1))
+        train_qat(student, data[0], plan, session, lambda step, model: {})
+        return student, [line for line in session.run.metrics() if "loss" in line]
 
     return run
+
+
+@pytest.fixture(scope="module")
+def usual(train):
+    """The student trained by PLAN, and its lines. Do not change it."""
+    return train(PLAN)
 
 
 class Counting(TorchBackend):
@@ -106,10 +95,9 @@ def test_metrics_equal_those_computed_by_hand(usual, new_student, data):
     batch = next(batches(data[0], 4, 1, PLAN.seed))
     loss = kd_loss(student, batch)
     loss.backward()
-    loss = loss.detach()
     norm = math.sqrt(sum(float(p.grad.square().sum()) for p in student.parameters()))
-    assert lines[0]["loss"] == pytest.approx(float(loss), rel=1e-6)
-    assert lines[0]["kl"] == pytest.approx(float(loss - batch["entropy"].mean()), rel=1e-5)
+    assert lines[0]["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert lines[0]["kl"] == pytest.approx(loss.item() - batch["entropy"].mean().item(), rel=1e-5)
     assert lines[0]["grad_norm"] == pytest.approx(norm, rel=1e-5)
     assert lines[0]["tokens"] == 4 * 32
 
@@ -128,7 +116,7 @@ SHARES = {"int2/g32": (3.1e-3, 3.1e-3), "lut4/r4": (1.3e-4, 5.2e-4), "int8/g32":
 
 @pytest.mark.parametrize("spec", SHARES)
 def test_the_usual_rates_are_proportional_to_the_weights(sharp_model_dir, spec):
-    student = quantize(load_model(str(sharp_model_dir)), StudentSpec(spec, spec))
+    student = student_of(sharp_model_dir, StudentSpec(spec, spec))
     for times in (1.0, 5.0):
         weights = [layer.weight.data.mul_(times).flatten() for layer in quantized_layers(student).values()]
         size = float(torch.cat(weights).square().mean().sqrt())
@@ -136,10 +124,8 @@ def test_the_usual_rates_are_proportional_to_the_weights(sharp_model_dir, spec):
 
 
 def test_the_usual_rates_are_those_of_the_coarsest_quantiser(sharp_model_dir):
-    fine, coarse, mixed = (
-        usual_rates(quantize(load_model(str(sharp_model_dir)), StudentSpec(*spec)))
-        for spec in (("int4/g32", "int4/g32"), ("int2/g32", "int2/g32"), ("int2/g32", "int4/g32"))
-    )
+    specs = ("int4/g32", "int4/g32"), ("int2/g32", "int2/g32"), ("int2/g32", "int4/g32")
+    fine, coarse, mixed = (usual_rates(student_of(sharp_model_dir, StudentSpec(*spec))) for spec in specs)
     assert coarse == mixed and coarse > fine
 
 
@@ -180,27 +166,6 @@ def test_an_update_reduces_once_then_clips_at_the_logged_rate(train, usual, accu
     assert backend.rates == [pytest.approx([rate, rate / 4]) for rate in rates]
 
 
-@pytest.mark.parametrize("limit", [0.0, 1e3])
-def test_a_small_gradient_is_not_clipped_and_none_is_without_a_limit(train, limit):
-    backend = Counting()
-    _, lines = train(dataclasses.replace(PLAN, clip_grad_norm=limit, steps=2), backend=backend)
-    assert backend.norms == pytest.approx([line["grad_norm"] for line in lines], rel=1e-4)
-
-
-def test_an_update_starts_without_gradients(new_student, data, backend):
-    """A second update equals a plain SGD step done by hand, so no gradient is left from the first."""
-    student, plan = new_student(), dataclasses.replace(PLAN, clip_grad_norm=0.0)
-    optimizer = torch.optim.SGD(student.parameters(), lr=1e-2)
-    stream = batches(data[0], 4, 1, 0)
-    update(student, stream, kd_loss, optimizer, plan, backend)
-    before = {name: p.detach().clone() for name, p in student.named_parameters()}
-    batch = next(stream)
-    grads = torch.autograd.grad(kd_loss(student, batch), list(student.parameters()))
-    update(student, iter([batch]), kd_loss, optimizer, plan, backend)
-    for (name, p), grad in zip(student.named_parameters(), grads):
-        torch.testing.assert_close(p.detach(), before[name] - 1e-2 * grad, msg=lambda m, name=name: f"{name}: {m}")
-
-
 # -- refusals ---------------------------------------------------------------------------------------------------------
 def test_restore_is_strict(new_student):
     """The original loaded checkpoints with strict=False, which hid every mismatch."""
@@ -212,8 +177,7 @@ def test_restore_is_strict(new_student):
     for bad, wrong in (
         ({n: t for n, t in saved.items() if n != name}, f"only one side has parameter {name}"),
         (saved | {"model.extra": torch.ones(1)}, "only one side has parameter model.extra"),
-        (saved | {name: saved[name][:, :1]}, r"\[128, 1, 1\] there, \[128, 2, 1\] here"),
-        (saved | {name: saved[name].squeeze(2)}, r"\[128, 2\] there"),
+        (saved | {name: saved[name].squeeze(2)}, r"\[128, 2\] there, \[128, 2, 1\] here"),
     ):
         with pytest.raises(UserError, match=wrong):
             restore(other, bad)

@@ -70,18 +70,16 @@ def test_packed_loss_and_gradients_equal_those_of_separate_examples(examples, mo
     expected = gradients(model, wanted)
     for length in (12, 21, 40):
         loss = packed_loss(model, batch_of(PackedExamples(examples, length, weights, 2)))
-        assert float(loss.detach()) == pytest.approx(float(wanted.detach()), abs=1e-5)
-        found = gradients(model, loss)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        assert loss.item() == pytest.approx(wanted.item(), abs=1e-5)
+        torch.testing.assert_close(gradients(model, loss), expected, rtol=0, atol=1e-5)
 
 
 def test_one_mask_per_row_gives_the_same_gradients(examples, model, monkeypatch):
     """CUDA and XLA use one mask per row; here it runs on the CPU."""
     batch = batch_of(PackedExamples(examples, 21, (1.0, 1.0), 2))
-    first = gradients(model, packed_loss(model, batch))
+    wanted = gradients(model, packed_loss(model, batch))
     monkeypatch.setattr(supervised, "on_host", lambda _: False)
-    second = gradients(model, packed_loss(model, batch))
-    torch.testing.assert_close(second, first, rtol=0, atol=1e-5)
+    torch.testing.assert_close(gradients(model, packed_loss(model, batch)), wanted, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -118,16 +116,11 @@ def test_accumulation_does_not_change_the_gradient(examples, model):
     data = PackedExamples(examples * 2, 12, (1.0, 2.0), 2)
     found = []
     for size, accumulation in ((4, 1), (2, 2), (1, 4)):
-        model.zero_grad()
-        stream, total = batches(data, size, accumulation, seed=3), 0.0
-        for _ in range(accumulation):
-            loss = packed_loss(model, next(stream))
-            loss.backward()
-            total += float(loss.detach())
-        found.append((total, [p.grad.clone() for p in model.parameters()]))
-    for total, grads in found[1:]:
-        assert total == pytest.approx(found[0][0], abs=1e-6)
-        torch.testing.assert_close(grads, found[0][1], rtol=0, atol=1e-6)
+        stream = batches(data, size, accumulation, seed=3)
+        loss = sum(packed_loss(model, next(stream)) for _ in range(accumulation))
+        found.append({"loss": loss.detach(), **gradients(model, loss)})
+    for parts in found[1:]:
+        torch.testing.assert_close(parts, found[0], rtol=0, atol=1e-6)
 
 
 # -- held-out figures ------------------------------------------------------------------------------------------------
