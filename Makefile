@@ -130,14 +130,15 @@ test-deep: setup ## what is deep and slow: the TPU's compiler, notebooks, launch
 	$(MAKE) test-cpus
 
 # How sums are rounded depends on the CPU's vector instructions, on threads and on the C kernels; no test may depend on it.
-NUMERIC = $(PYTEST) $(addprefix tests/, experiments kd lora models quant rl train) tests/scripts/test_pipeline.py \
-	tests/scripts/test_pretrain.py $(wildcard tests/scripts/test_train_*.py)
+COMPUTE = $(addprefix tests/, experiments kd lora models quant rl train)
+TRAIN = $(wildcard tests/scripts/test_pipeline.py tests/scripts/test_pretrain.py tests/scripts/test_train_*.py)
 test-cpus: setup ## the tests that compute, as on CPUs with other instructions, without a C compiler, with two threads
-	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 CC=false $(NUMERIC)
-	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
-		OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive $(NUMERIC)
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 CC=false \
+		$(PYTEST) $(COMPUTE) $(TRAIN)
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 OMP_NUM_THREADS=2 \
+		$(PYTEST) $(COMPUTE) $(TRAIN)
 	! grep -q avx512 /proc/cpuinfo || \
-		ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE MKL_ENABLE_INSTRUCTIONS=AVX512 $(NUMERIC)
+		ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE MKL_ENABLE_INSTRUCTIONS=AVX512 $(PYTEST) $(COMPUTE)
 
 lint: setup ## check style with ruff; changes nothing
 	$(PY) -m ruff check .

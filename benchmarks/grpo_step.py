@@ -33,8 +33,8 @@ from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import EMBEDDED, load_model, load_tokenizer
 from qat_lora.models.norms import norms_in_one_step
 from qat_lora.models.writing import write_model
+from qat_lora.quant.linear import parameter_groups
 from qat_lora.quant.student import freeze_plain_tables
-from qat_lora.quant.training import parameter_groups
 from qat_lora.rl.grpo import GRPOPlan, PromptDataset, policy_loss, roll_out
 from qat_lora.rl.objective import Objective
 from qat_lora.rl.rollout import Sampling

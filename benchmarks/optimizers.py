@@ -29,8 +29,8 @@ from qat_lora.kd.evaluation import heldout_figures
 from qat_lora.kd.training import kd_loss
 from qat_lora.models.loading import EMBEDDED, load_config, load_model
 from qat_lora.quant.init import initialise
+from qat_lora.quant.linear import parameter_groups
 from qat_lora.quant.student import StudentSpec, quantize
-from qat_lora.quant.training import parameter_groups
 from qat_lora.run.command_line import run_script
 from qat_lora.run.options import ScriptConfig, option
 from qat_lora.train.loop import Plan, set_learning_rates, update

@@ -45,10 +45,9 @@ from qat_lora.lora.targets import PROJECTIONS
 from qat_lora.models.loading import EMBEDDED, empty_model, load_config, load_model
 from qat_lora.models.packaged import CHOICES, notes
 from qat_lora.quant.init import initialise
-from qat_lora.quant.linear import freeze, quantized_layers
+from qat_lora.quant.linear import freeze, parameter_groups, quantized_layers
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import StudentSpec, freeze_plain_tables, quantize
-from qat_lora.quant.training import parameter_groups
 from qat_lora.run.command_line import run_script
 from qat_lora.run.files import lock, read_json, write_atomically, write_json
 from qat_lora.run.options import ScriptConfig, option

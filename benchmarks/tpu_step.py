@@ -26,9 +26,8 @@ from qat_lora.hardware.speed import model_flops
 from qat_lora.kd.training import kd_loss
 from qat_lora.lora.add import add_adapter
 from qat_lora.models.attention import whole_rows
-from qat_lora.quant.linear import quantized_layers
+from qat_lora.quant.linear import parameter_groups, quantized_layers
 from qat_lora.quant.student import StudentSpec, quantize
-from qat_lora.quant.training import parameter_groups
 from qat_lora.run import options as opt
 from qat_lora.run.command_line import run_script
 from qat_lora.run.console import say

@@ -13,6 +13,11 @@ os.environ["USE_TORCH_XLA"] = "0"
 # When a worker dies, torch prints a C++ stack for every connection to it. torch reads this when it is imported.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
+# How long threads look for each other before they sleep (GCC's OpenMP reads this when torch is imported). Its own
+# choice takes milliseconds, which are lost on a busy machine, where the thread that they wait for does not run.
+if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
+    os.environ["GOMP_SPINCOUNT"] = "10000"
+
 # Sequences of many lengths fragment a GPU's memory; segments that can grow reduce that. torch 2.9 reads only the second
 # name for CUDA, and later versions warn if it stands alone.
 _ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"

@@ -15,8 +15,7 @@ from qat_lora.backend import TorchBackend
 from qat_lora.kd.training import kd_loss
 from qat_lora.models.architecture import as_answer, decoder_layers, replaced
 from qat_lora.quant.blockwise import BlockCalls, block_outputs, compensate_block, first_inputs, run_block
-from qat_lora.quant.linear import unquantized
-from qat_lora.quant.training import parameter_groups
+from qat_lora.quant.linear import parameter_groups, unquantized
 from qat_lora.run.metrics import Last, Metric, Share, Total, Value
 from qat_lora.run.session import Session
 from qat_lora.train.loop import cosine, restore, set_learning_rates, trained_parameters

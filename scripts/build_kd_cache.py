@@ -59,16 +59,8 @@ from qat_lora.models.planned import planned_name
 from qat_lora.models.source import is_hub
 from qat_lora.run.console import say, summarise, watched
 from qat_lora.run.files import lock, read_json, write_json
-from qat_lora.train.memory import (
-    Parts,
-    check_fits,
-    evaluation_memory,
-    least_teacher_memory,
-    loading_memory,
-    logits_memory,
-    memory_line,
-    sizes_of,
-)
+from qat_lora.train.language_memory import evaluation_memory, least_teacher_memory, loading_memory, sizes_of
+from qat_lora.train.memory import Parts, check_fits, logits_memory, memory_line
 
 
 def main(cfg: Config) -> None:

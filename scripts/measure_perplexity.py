@@ -62,15 +62,14 @@ from qat_lora.models.packaged import notes
 from qat_lora.quant.student import bits_per_weight, megabytes
 from qat_lora.run.console import say
 from qat_lora.train.evaluation import counted, text_figures, windows
-from qat_lora.train.memory import (
-    check_fits,
+from qat_lora.train.language_memory import (
     evaluation_memory,
     least_teacher_memory,
     loading_memory,
-    memory_line,
     sizes_of,
     weight_memory,
 )
+from qat_lora.train.memory import check_fits, memory_line
 
 
 def main(cfg: Config) -> None:

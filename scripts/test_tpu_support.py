@@ -36,7 +36,7 @@ from qat_lora.experiments.stories.evaluation import get_device, heldout, on_tpu,
 from qat_lora.experiments.stories.models import Shape, build
 from qat_lora.experiments.stories.reservoir import ReservoirSpec
 from qat_lora.experiments.stories.text import Blocks, load_stories
-from qat_lora.quant.training import parameter_groups
+from qat_lora.quant.linear import parameter_groups
 from qat_lora.rl.rollout import Sampling
 from qat_lora.run.console import say
 from qat_lora.train.loop import Plan, row_stream, update

@@ -123,19 +123,17 @@ from qat_lora.run.report import write_report
 from qat_lora.run.resuming import begun, prepare
 from qat_lora.run.rundir import Run, open_run
 from qat_lora.run.session import Session
-from qat_lora.train.loop import Plan, plain_stage, tokens_of
-from qat_lora.train.memory import (
-    Parts,
+from qat_lora.train.language_memory import (
     answer_memory,
-    check_fits,
     least_rollout_memory,
     least_training_memory,
     loading_memory,
-    memory_line,
     program_memory,
     sizes_of,
     training_memory,
 )
+from qat_lora.train.loop import Plan, plain_stage, tokens_of
+from qat_lora.train.memory import Parts, check_fits, memory_line
 from qat_lora.train.options import checked_updates
 from qat_lora.train.supervised import heldout_sections, packed_loss
 

@@ -137,19 +137,17 @@ from qat_lora.run.report import write_report
 from qat_lora.run.resuming import begun
 from qat_lora.run.rundir import Run, open_run
 from qat_lora.run.session import Session
-from qat_lora.train.loop import Plan, plain_stage, tokens_of
-from qat_lora.train.losses import text_loss
-from qat_lora.train.memory import (
-    Parts,
+from qat_lora.train.language_memory import (
     answer_memory,
-    check_fits,
     least_rollout_memory,
     least_training_memory,
     loading_memory,
-    memory_line,
     sizes_of,
     training_memory,
 )
+from qat_lora.train.loop import Plan, plain_stage, tokens_of
+from qat_lora.train.losses import text_loss
+from qat_lora.train.memory import Parts, check_fits, memory_line
 from qat_lora.train.options import checked_updates
 
 SHOWN = ("reward", "kl", "target_rate")  # next to the progress bar

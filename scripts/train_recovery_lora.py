@@ -99,8 +99,9 @@ from qat_lora.run.resuming import begun, prepare
 from qat_lora.run.rundir import open_run
 from qat_lora.run.session import Session
 from qat_lora.train.evaluation import heldout_nll
+from qat_lora.train.language_memory import loading_memory
 from qat_lora.train.loop import tokens_of
-from qat_lora.train.memory import Parts, loading_memory
+from qat_lora.train.memory import Parts
 
 CALIBRATION_ROWS = 32
 ANCHOR = 5  # tensors of the size of its logits: stored logits, new logits, softmax, log softmax, gradient

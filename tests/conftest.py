@@ -23,7 +23,7 @@ import torch
 from qat_lora.hardware import tiny
 
 # Slowest first: these files start before all others, so that no core is idle at the end. DEEP ones get the marker
-# `deep`, which only `make test-deep` selects. SLOW ones start processes, compile for XLA or train for many seconds, and
+# `deep`, which only `make test-deep` selects. SLOW ones take more than five seconds, and
 # get the marker `slow`, which `make test-fast` deselects.
 DEEP = (
     "hosts/test_hosts", "backend/test_xla_deep", "repo/test_notebook", "backend/test_aot_deep",
@@ -35,7 +35,13 @@ SLOW = (
     "scripts/test_run_legal_assistant", "backend/test_aot", "scripts/test_resuming", "scripts/test_pretrain",
     "scripts/test_bad_input", "scripts/test_moved_models", "scripts/test_bad_run", "scripts/test_measure_perplexity",
     "backend/test_group", "scripts/test_train_musclebob", "train/test_memory", "scripts/test_train_tinystories",
-    "scripts/test_smoke_test", "models/test_zoo_uses", "models/test_zoo_pipeline",
+    "scripts/test_smoke_test", "models/test_zoo_uses", "models/test_zoo_pipeline", "export/test_formats",
+    "experiments/legal/test_citations", "scripts/test_export_model", "scripts/test_chat_template",
+    "lora/test_adapter_targets", "experiments/athena/test_training", "lora/test_recovery", "backend/test_detect",
+    "rl/test_grpo", "scripts/test_report_recovery", "test_layer_qat", "experiments/athena/test_puzzles",
+    "train/test_qat", "train/test_stages", "models/test_multimodal", "experiments/musclebob/test_rewards",
+    "scripts/test_packaged_model", "repo/test_help", "backend/test_torch", "backend/test_heap",
+    "models/test_gguf_models", "quant/test_calibration", "scripts/test_run_inference",
 )  # fmt: skip
 
 

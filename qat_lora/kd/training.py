@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from qat_lora.models.architecture import hidden_states
+from qat_lora.quant.linear import parameter_groups
 from qat_lora.quant.student import head_of
-from qat_lora.quant.training import parameter_groups, select_parameters
+from qat_lora.quant.training import select_parameters
 from qat_lora.run.metrics import Metric, Share, Total
 from qat_lora.run.options import RATE, check_range
 from qat_lora.run.session import Session

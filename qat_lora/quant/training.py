@@ -38,18 +38,6 @@ def select_parameters(student: nn.Module, scope: str) -> None:
         raise UserError(f"--scope {scope} leaves no trainable parameters in this model; use another scope")
 
 
-def parameter_groups(student: nn.Module, learning_rate: float, scale_learning_rate: float) -> list[dict]:
-    """Optimiser groups: latent weights together with all unquantised parameters, and the quantisers' scales; empty
-    groups are left out."""
-    scales = {id(p) for layer in quantized_layers(student).values() for p in layer.quantizer.parameters()}
-    trained = [p for p in student.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if id(p) not in scales], "lr": learning_rate},
-        {"params": [p for p in trained if id(p) in scales], "lr": scale_learning_rate},
-    ]
-    return [group for group in groups if group["params"]]
-
-
 def usual_rates(student: nn.Module) -> tuple[float, float]:
     """The default peak learning rates of a student, end to end and layer by layer, rounded to two digits.
 

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from qat_lora.backend import TorchBackend
 from qat_lora.data.batches import batches
-from qat_lora.quant.training import parameter_groups
+from qat_lora.quant.linear import parameter_groups
 from qat_lora.rl.objective import Objective, group_advantages, grpo_loss, k3, token_weights
 from qat_lora.rl.policy import Prompts, log_probs
 from qat_lora.rl.rollout import Completions, Sampling, rollout

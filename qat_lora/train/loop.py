@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 from qat_lora.backend import TorchBackend
 from qat_lora.data.batches import batches
 from qat_lora.errors import UserError
-from qat_lora.quant.training import parameter_groups
+from qat_lora.quant.linear import parameter_groups
 from qat_lora.run.metrics import Last, Metric, Ratio, Value
 from qat_lora.run.options import COUNT, DECAY, RATE, SHARE, UPDATES, check_range
 from qat_lora.run.session import Session

@@ -103,7 +103,8 @@ class TrainOptions(BatchOptions):
         if self.dry_run:
             return
         length = len(train[0]["tokens"])
-        from qat_lora.train.memory import check_fits, least_training_memory, sizes_of
+        from qat_lora.train.language_memory import least_training_memory, sizes_of
+        from qat_lora.train.memory import check_fits
 
         need = least_training_memory(model, self.batch_size, length, backend.bf16)
         what = f"training {sizes_of(model)} on --batch-size {self.batch_size} rows of {length} tokens"
@@ -116,7 +117,7 @@ class TrainOptions(BatchOptions):
     ) -> dict[str, Parts]:  # fmt: skip
         """A worker's estimated memory in each phase, with rows of `length` tokens. beside: other memory in use during
         training; more: other phases."""
-        from qat_lora.train.memory import loading_memory, training_memory
+        from qat_lora.train.language_memory import loading_memory, training_memory
 
         sizes = self.batch_size, length, backend.bf16, self.gradient_checkpointing
         training = training_memory(model, *sizes, beside, backend.static_shapes)

@@ -27,10 +27,9 @@ from qat_lora.models.head import Head
 from qat_lora.models.loading import load_model, load_tokenizer
 from qat_lora.quant.blockwise import compensate_block, first_inputs
 from qat_lora.quant.init import initialise
-from qat_lora.quant.linear import QuantLinear, free_scales, freeze, quantized_layers
+from qat_lora.quant.linear import QuantLinear, free_scales, freeze, parameter_groups, quantized_layers
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import StudentSpec
-from qat_lora.quant.training import parameter_groups
 from qat_lora.rl.grpo import GRPOPlan, PromptDataset, roll_out
 from qat_lora.rl.objective import Objective
 from qat_lora.rl.policy import Prompts

@@ -16,8 +16,8 @@ from qat_lora.models.head_form import HeadForm, head_form
 from qat_lora.quant.blockwise import block_outputs, check_blocks, first_inputs
 from qat_lora.quant.student import StudentSpec, head_of, quantize
 from qat_lora.rl.rollout import check_answers
+from qat_lora.train.language_memory import training_memory
 from qat_lora.train.losses import sparse_loss, token_log_probs
-from qat_lora.train.memory import training_memory
 
 SIZE = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -12,7 +12,7 @@ from qat_lora.models.architecture import hidden_states, packs
 from qat_lora.models.attention import Layout
 from qat_lora.models.check import CHECKED, check
 from qat_lora.quant.student import head_of
-from qat_lora.train.memory import cache_memory
+from qat_lora.train.language_memory import cache_memory
 
 CLOSE = 1e-5  # relative to the largest logit
 LENGTH = 24  # three windows, and longer than the texts of the check at load

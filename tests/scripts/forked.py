@@ -18,7 +18,7 @@ from ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 IMPORTS = [
-    "forked", "qat_lora.lora.recovery", "qat_lora.layer_qat", "qat_lora.run.plots", "qat_lora.train.memory",
+    "forked", "qat_lora.lora.recovery", "qat_lora.layer_qat", "qat_lora.run.plots", "qat_lora.train.language_memory",
     "qat_lora.experiments.legal.evaluation", "qat_lora.experiments.stories.evaluation",
 ]  # fmt: skip
 

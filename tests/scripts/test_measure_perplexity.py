@@ -208,7 +208,6 @@ def test_a_note_says_that_the_embedded_model_is_4_bit(measure, load_script, tiny
         load = getattr(script, name)
         monkeypatch.setattr(script, name, lambda _, load=load: load(str(tiny_model_dir)))
     assert "Q4_1" in measure("--model", "smollm2-135m", "--dry-run")["note"]
-    assert "Q4_1" in measure("--teacher", "smollm2-135m", "--dry-run")["note"]
 
 
 @pytest.mark.xla

@@ -323,3 +323,10 @@ def test_bad_input_gives_one_line_and_leaves_no_files(refuse, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     assert said in refuse("pretrain", *SMALL, *words.split())
     assert not list(tmp_path.iterdir())
+
+
+def test_it_starts_without_transformers():
+    """Importing it takes longer than the first update."""
+    code = "import runpy, sys; runpy.run_path(sys.argv[1]); print('transformers' in sys.modules)"
+    command = [sys.executable, "-c", code, ROOT / "scripts" / "pretrain.py"]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "False\n"

@@ -12,12 +12,14 @@ from qat_lora.experiments.stories.models import Shape, build, story_memory
 from qat_lora.experiments.stories.reservoir import ReservoirSpec
 from qat_lora.models.loading import empty_model, load_model
 from qat_lora.quant.student import StudentSpec, quantize
-from qat_lora.train import memory
-from qat_lora.train.memory import answer_memory, evaluation_memory, loading_memory, memory_line, training_memory
+from qat_lora.train import language_memory as memory
+from qat_lora.train.language_memory import answer_memory, evaluation_memory, loading_memory, training_memory
+from qat_lora.train.memory import memory_line
 
 # Runs in a separate process, and each case in a fork of it, which starts without memory freed by another case: prints
 # its peak memory while training a model, minus its memory before.
 PEAK = """
+import torch._dynamo  # otherwise the first optimiser imports it, and the peak includes it
 import os, sys, torch
 from qat_lora.backend import TorchBackend
 from qat_lora.experiments.athena.rows import draw

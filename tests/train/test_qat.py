@@ -14,9 +14,9 @@ from qat_lora.errors import UserError
 from qat_lora.kd.evaluation import heldout_figures
 from qat_lora.kd.training import QATPlan, kd_loss, train_qat
 from qat_lora.models.loading import load_model
-from qat_lora.quant.linear import quantized_layers
+from qat_lora.quant.linear import parameter_groups, quantized_layers
 from qat_lora.quant.student import StudentSpec
-from qat_lora.quant.training import parameter_groups, select_parameters, usual_rates
+from qat_lora.quant.training import select_parameters, usual_rates
 from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session
 from qat_lora.train.loop import restore
