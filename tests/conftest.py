@@ -23,8 +23,8 @@ import torch
 from qat_lora.hardware import tiny
 
 # Slowest first: these files start before all others, so that no core is idle at the end. DEEP ones get the marker
-# `deep`, which only `make test-deep` selects. SLOW ones take more than five seconds, and
-# get the marker `slow`, which `make test-fast` deselects.
+# `deep`, which only `make test-deep` selects. SLOW ones take more than four seconds, and get the marker `slow`, which
+# `make test-fast` deselects.
 DEEP = (
     "hosts/test_hosts", "backend/test_xla_deep", "repo/test_notebook", "backend/test_aot_deep",
     "repo/test_law_notebook", "hardware/test_checks", "backend/test_rendezvous", "backend/test_launch",
@@ -41,7 +41,8 @@ SLOW = (
     "rl/test_grpo", "scripts/test_report_recovery", "test_layer_qat", "experiments/athena/test_puzzles",
     "train/test_qat", "train/test_stages", "models/test_multimodal", "experiments/musclebob/test_rewards",
     "scripts/test_packaged_model", "repo/test_help", "backend/test_torch", "backend/test_heap",
-    "models/test_gguf_models", "quant/test_calibration", "scripts/test_run_inference",
+    "models/test_gguf_models", "quant/test_calibration", "scripts/test_run_inference", "experiments/legal/test_rules",
+    "quant/test_student", "rl/test_rollout", "repo/test_imports", "models/test_loading",
 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from patience import PATIENCE
+from patience import PATIENCE, wait_until
 
 from qat_lora.backend import aot
 from qat_lora.backend.aot import CHIPS, LIBTPU, Compiled, Compiler, NotCompiled, refusal
@@ -119,7 +119,9 @@ def test_a_chip_that_this_libtpu_does_not_know_is_named(tmp_path):
 
 def test_a_compiler_that_dies_is_reported_and_never_asks_a_metadata_server(linear):
     child = aot._Child("v6e", "1x1", LIBTPU)
-    given = Path(f"/proc/{child.process.pid}/environ").read_bytes().decode().split("\0")
+    environment = Path(f"/proc/{child.process.pid}/environ")
+    wait_until(environment.read_bytes)  # empty until the child has replaced its image
+    given = environment.read_text().split("\0")
     assert {f"{name}={value}" for name, value in aot.ENVIRONMENT.items()} <= set(given)
     child.process.kill()
     with pytest.raises(UserError, match="ended with exit code -9"):

@@ -5,15 +5,13 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 
 import pytest
 from forked import ROOT
-from patience import PATIENCE
+from patience import PATIENCE, wait_until
 from ports import free_port
 
 from qat_lora.experiments.legal.authorities import Authorities
@@ -213,13 +211,6 @@ def test_bad_input(refusal, tmp_path, tiny_model_dir):
 
 
 # -- page ------------------------------------------------------------------------------------------------------------
-def wait_until(found: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not found():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-
-
 @pytest.fixture(scope="module")
 def address(tiny_model_dir, tmp_path_factory):
     """The address of the page, which the script serves in its own process."""
