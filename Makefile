@@ -119,13 +119,13 @@ legal-cuda: setup ## the same for Qwen2.5-0.5B on every GPU (untested on hardwar
 ##@ Tests
 # One process a core, each with one thread; a file's tests share its fixtures and so stay in one process.
 PYTEST = $(PY) -m pytest -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
-test-fast: setup ## the tests to run before each commit (2 minutes on two cores)
+test-fast: setup ## the tests to run before each commit (1.5 minutes on two cores)
 	$(PYTEST) -m "not slow and not deep and not hosts and not peer and not zoo and not faults"
 
-test: setup ## prove that everything works on this machine (about 10 minutes on two cores)
+test: setup ## prove that everything works on this machine (9 minutes on two cores)
 	$(PYTEST)
 
-test-deep: setup ## what is deep and slow: the TPU's compiler, notebooks, launches, hosts, other CPUs
+test-deep: setup ## what is deep and slow: the TPU's compiler, notebooks, launches, hosts, other CPUs (half an hour)
 	$(PYTEST) -m "(deep or hosts) and not peer and not zoo and not faults"
 	$(MAKE) test-cpus
 
@@ -144,7 +144,7 @@ lint: setup ## check style with ruff; changes nothing
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
-test-hosts: setup ## two emulated hosts: one lost, late or mismatched (6 minutes; needs root and `ip`)
+test-hosts: setup ## two emulated hosts: one lost, late or mismatched (5 minutes; needs root and `ip`)
 	$(PY) -m pytest -m hosts tests/hosts
 
 test-faults: setup ## kills, damaged files, full disks, large texts (15 minutes; resumes)
