@@ -16,7 +16,7 @@ def walk(optimizer, p: nn.Parameter, gradients) -> None:
 
 
 @pytest.mark.parametrize("group", [{}, {"betas": (0.8, 0.99), "weight_decay": 0.5}])
-def test_it_equals_adamw_if_all_steps_agree(group):
+def test_it_equals_adamw_if_all_steps_agree(group, kernels):
     """Also for a group with its own betas and (decoupled) weight decay."""
     torch.manual_seed(0)
     ours, theirs = (nn.Parameter(torch.ones(5)) for _ in range(2))
