@@ -2,6 +2,7 @@
 
 import errno
 import io
+import os
 
 import numpy as np
 import pytest
@@ -78,3 +79,16 @@ def test_copies_and_arrays_are_complete(tmp_path):
     assert (tmp_path / "deep" / "b.npy").read_bytes() == (tmp_path / "a.npy").read_bytes()
     write_atomically(tmp_path / "c", lambda file: file.write(b"c"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.npy", "c", "deep"]
+
+
+def test_a_file_has_all_its_bytes_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    """Otherwise a power cut can leave an empty file under the new name."""
+    flushed = []
+    monkeypatch.setattr(files.os, "fsync", lambda number: flushed.append((os.fstat(number).st_size, there.exists())))
+    there = tmp_path / "file"
+    write_atomically(there, lambda file: file.write(b"x" * 100))
+    there = tmp_path / "folder"
+    with new_folder(there) as folder:
+        folder.mkdir(exist_ok=True)
+        (folder / "file").write_bytes(b"x" * 50)
+    assert flushed == [(100, False), (50, False)]
