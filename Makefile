@@ -144,7 +144,7 @@ lint: setup ## check style with ruff; changes nothing
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
-test-hosts: setup ## two emulated hosts: one lost, late or mismatched (5 minutes; needs root and `ip`)
+test-hosts: setup ## two emulated hosts: one lost, late or mismatched (7 minutes; needs root and `ip`)
 	$(PY) -m pytest -m hosts tests/hosts
 
 test-faults: setup ## kills, damaged files, full disks, large texts (15 minutes; resumes)

@@ -23,7 +23,7 @@ from qat_lora.errors import UserError, first_line
 START_AGAIN = f"check that its host and network are up, then {AGAIN}"
 MEETING = "qat_lora/relay"  # key of the relay's address in torchrun's store, written anew after each restart
 EXIT_BARRIER = 20  # seconds; torchrun kills workers that are not done after 30
-ROUNDS = 100
+ROUNDS = 100  # of one job's rendezvous, among which its exit barrier is looked for
 RDZV_PORT = 29400  # if torchrun's endpoint names none
 
 

@@ -73,6 +73,8 @@ def _play(space: str, host: str, binds: dict, words: list[str], env: dict, out: 
     for source, target in binds.items():
         subprocess.run(["mount", "--bind", source, target], check=True)
     torch.set_num_threads(1)
+    for name in LAUNCH:
+        os.environ.pop(name, None)
     os.environ.update(env)
     sys.argv = words
     runpy.run_path(words[0], run_name="__main__")
