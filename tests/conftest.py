@@ -17,10 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if cpu := os.environ.get("ATEN_CPU_CAPABILITY"):  # inductor would reuse code that it made for other instructions
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"inductor_{cpu}")))
 
-import pytest
-import torch
-
-from qat_lora.hardware import tiny
+import pytest  # what takes seconds is imported in fixtures: the process that hands out the tests needs none of it
 
 # Slowest first: these files start before all others, so that no core is idle at the end. DEEP ones get the marker
 # `deep`, which only `make test-deep` selects. SLOW ones take more than four seconds, and get the marker `slow`, which
@@ -82,12 +79,16 @@ def kernels(request, monkeypatch):
 @pytest.fixture(scope="session")
 def tiny_tokenizer():
     """Byte-level BPE, 512 tokens, trained on Python's help topics; EOS `<|im_end|>`, pad `<|pad|>`."""
+    from qat_lora.hardware import tiny
+
     return tiny.tokenizer()
 
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tiny_tokenizer, tmp_path_factory):
     """Folder with a random two-layer Llama and `tiny_tokenizer`, as save_pretrained writes them. Do not write to it."""
+    from qat_lora.hardware import tiny
+
     folder = tmp_path_factory.mktemp("tiny_model")
     tiny.model(tiny_tokenizer).save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
@@ -147,6 +148,7 @@ def no_gemma(monkeypatch):
 @pytest.fixture(scope="session")
 def full_model_dir(tiny_tokenizer, tmp_path_factory):
     """full_model_dir(model): the model's folder, with random values in every parameter, so that each one matters."""
+    import torch
 
     def make(model):
         random = torch.Generator().manual_seed(0)
@@ -238,6 +240,7 @@ def make_student(tmp_path_factory):
 @pytest.fixture(scope="session")
 def make_adapter(tmp_path_factory):
     """make_adapter(model_dir): a PEFT folder with a random LoRA (q, down; rank 4, alpha 8) for it or its student."""
+    import torch
     from peft import LoraConfig, get_peft_model
 
     from qat_lora.models.loading import load_model
