@@ -93,9 +93,9 @@ class Job:
     def said(self) -> str:
         return self.out.read_text(errors="replace") + self.err.read_text(errors="replace")
 
-    def waits_for(self, word: str, within: float = 60) -> None:
+    def waits_for(self, word: str) -> None:
         """Wait until it has printed `word`."""
-        end = time.monotonic() + within
+        end = time.monotonic() + PATIENCE
         while word not in self.said():
             if self.process.poll() is not None or time.monotonic() > end:
                 raise AssertionError(f"no {word!r} in:\n{self.said()[-3000:]}")
@@ -105,6 +105,9 @@ class Job:
 PY = sys.executable
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+# Seconds to wait for something that must happen, however busy the machine. Without our help torchrun would wait for the
+# others for 300 s, and gloo for 1800 s.
+PATIENCE = 240
 
 
 class Pair:

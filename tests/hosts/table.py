@@ -73,7 +73,7 @@ def lose(number: int, trial: dict, wanted: list) -> list[dict]:
     run, found = WORK / f"run{number}-{time.time_ns()}", []
     with Pair(number) as pair:
         jobs = getattr(pair, LAUNCHERS[launcher])(*command(experiment, run))
-        jobs[0].waits_for(STEP[experiment], 300)
+        jobs[0].waits_for(STEP[experiment])
         started = time.monotonic()
         left = pair.lose(what, host, jobs)
         while left and time.monotonic() - started < 120:

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from pair import PY, SCRIPTS, Job, Pair, missing
+from pair import PATIENCE, PY, SCRIPTS, Job, Pair, missing
 
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(lack := missing()), reason=f"two hosts: {lack}")]
 
@@ -62,16 +62,15 @@ def one_line(job: Job, *words: str) -> None:
     assert "Traceback" not in job.said().partition("error: ")[0], job.said()
 
 
-def ended(jobs: list[Job], within: float = 60) -> list[int]:
-    end = time.monotonic() + within
+def ended(jobs: list[Job]) -> list[int]:
     try:
-        return [job.process.wait(max(1, end - time.monotonic())) for job in jobs]
+        return [job.process.wait(PATIENCE) for job in jobs]
     except subprocess.TimeoutExpired:
         raise AssertionError("\n---\n".join(job.said()[-2000:] for job in jobs)) from None
 
 
 def trained(jobs: list[Job]) -> None:
-    assert ended(jobs, 90) == [0, 0], "\n---\n".join(job.said()[-2000:] for job in jobs)
+    assert ended(jobs) == [0, 0], "\n---\n".join(job.said()[-2000:] for job in jobs)
 
 
 def refused(jobs: list[Job], *words: str) -> None:
@@ -104,28 +103,27 @@ LOSSES = [("kill", "a", "by_hand"), ("kill", "b", "by_torchrun"), ("freeze", "a"
 
 
 def lose(number: int, what: str, host: str, launcher: str, command: list) -> list[tuple]:
-    """Lose a host during training. Returns (the lost host, seconds until the other ended, its output, errors, code)."""
+    """Lose a host during training. Returns (the lost host, the other's output, its errors, its exit code)."""
     with Pair(number) as pair:
         jobs = getattr(pair, launcher)(*command)
-        jobs[0].waits_for("step 25 ", 180)
-        started, found = time.monotonic(), []
+        jobs[0].waits_for("step 25 ")
+        found = []
         for lost, job in pair.lose(what, host, jobs).items():
-            ended([job], 60)
-            found.append((f"host{lost}", time.monotonic() - started, job.said(), job.lines(), job.process.returncode))
+            ended([job])
+            found.append((f"host{lost}", job.said(), job.lines(), job.process.returncode))
         return found
 
 
-def test_the_other_host_names_a_lost_host_within_the_timeout(recovery, tmp_path):
-    """The timeout here is 20 s. table.py tries all combinations."""
+def test_the_other_host_ends_by_itself_and_names_the_lost_host(recovery, tmp_path):
+    """table.py tries all combinations, and measures the seconds."""
     with ThreadPoolExecutor(5) as pool:
         waiting = [
             pool.submit(lose, number, *lost, recovery(tmp_path / str(number), 100000))
             for number, lost in enumerate(LOSSES)
         ]
     for number, (loss, ends) in enumerate(zip(LOSSES, (each.result() for each in waiting))):
-        for lost, seconds, said, errors, code in ends:
-            assert code and seconds < 20, (loss, seconds, said)
-            assert lost in errors[0] and "--resume auto" in errors[0], (loss, said)
+        for lost, said, errors, code in ends:
+            assert code and lost in errors[0] and "--resume auto" in errors[0], (loss, said)
             assert "Traceback" not in said.partition("error: ")[0], said
         newest = max((tmp_path / str(number) / "checkpoints").glob("step_*"))
         assert (newest / "meta.json").exists()
@@ -145,7 +143,7 @@ def test_sigterm_to_one_torchrun_saves_and_ends_the_other_with_0(pair, recovery,
     for number, static in ((0, False), (1, True)):
         run = tmp_path / f"{number}{static}"
         jobs = pair.by_torchrun(*recovery(run, 60), static=static)
-        jobs[0].waits_for("step 25 ", 120)
+        jobs[0].waits_for("step 25 ")
         jobs[number].process.send_signal(signal.SIGTERM)
         codes = ended(jobs)
         assert codes[1 - number] == 0 and codes[number] == 1, jobs[1 - number].said()[-3000:]
@@ -358,7 +356,7 @@ def test_torchrun_restarts_killed_workers_and_the_run_stays_bit_equal(pair, reco
     """A worker on each host is killed, one after the other."""
     jobs = pair.by_torchrun(*recovery(tmp_path / "r", 60, "--resume", "auto"), options=("--max-restarts", 3))
     for host, step in (("b", "step 25 "), ("a", "step 45 ")):
-        end = time.monotonic() + 120
+        end = time.monotonic() + PATIENCE
         while not any(step in job.said() for job in jobs):
             assert time.monotonic() < end and None in [job.process.poll() for job in jobs], jobs[0].said()[-3000:]
             time.sleep(0.02)
@@ -370,9 +368,9 @@ def test_torchrun_restarts_killed_workers_and_the_run_stays_bit_equal(pair, reco
 def test_with_one_host_fewer_torchrun_continues_with_as_many_rows_per_update(pair, recovery, tmp_path, whole):
     command = recovery(tmp_path / "r", 60, "--resume", "auto", "--join-timeout", 10)
     jobs = pair.by_torchrun(*command, nodes="1:2", options=("--max-restarts", 3, "--rdzv-conf", "last_call_timeout=5"))
-    jobs[0].waits_for("step 25 ", 120)
+    jobs[0].waits_for("step 25 ")
     pair.signal("b", signal.SIGKILL)
-    assert ended(jobs[:1], 120) == [0], jobs[0].said()[-3000:]
+    assert ended(jobs[:1]) == [0], jobs[0].said()[-3000:]
     assert "--accumulation-steps 2 keeps 4 rows in an update" in jobs[0].said()
     for line, wanted in zip(losses(tmp_path / "r"), whole, strict=True):
         assert line.pop("stage") == wanted["stage"]
