@@ -141,6 +141,7 @@ def _open(experiment: str, config: RunConfig, facts: dict) -> Run:
             )
         again = {"time": _stamp(), "argv": sys.argv, "changed": _changed(path, config)}
         write_json(path / "manifest.json", manifest | {"resumed": [*earlier, again]})
+        (path / "summary.json").unlink(missing_ok=True)  # says how it ended before
         say(f"resuming {path}")
         return Run(path, resumed=True, held=held)
     commit, dirty = git_state()

@@ -131,6 +131,12 @@ def test_a_damaged_line_of_metrics_is_named(line):
         run.metrics()
 
 
+def test_a_resumed_run_does_not_say_how_it_ended_before(clock):
+    run = opened()
+    run.finish("preempted")
+    assert resumed().path == run.path and not (run.path / "summary.json").exists()
+
+
 def test_auto_finds_the_newest_unfinished_run_of_this_config(clock, capsys):
     runs = [opened(output_dir=None) for _ in range(4)]
     other = opened(output_dir=None, seed=1)
