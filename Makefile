@@ -126,7 +126,7 @@ legal-cuda: setup ## the same for Qwen2.5-0.5B on every GPU (untested on hardwar
 ##@ Tests
 # One process a core, each with one thread; a file's tests share its fixtures and so stay in one process.
 PYTEST = $(PY) -m pytest -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
-test-fast: setup-dev ## the tests to run before each commit (1.5 minutes on two cores)
+test-fast: setup-dev ## the tests to run before each commit (a minute on two cores)
 	$(PYTEST) -m "not slow and not deep and not hosts and not peer and not zoo and not faults"
 
 test: setup-dev ## prove that everything works on this machine (9 minutes on two cores)
