@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from qat_lora.backend import TorchBackend
-from qat_lora.backend.launch import launch
+from qat_lora.backend.opening import launch
 from qat_lora.errors import UserError
 from qat_lora.experiments.athena.model import RecursiveModel
 from qat_lora.experiments.athena.training import Trainer, segment_batches

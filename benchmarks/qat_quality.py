@@ -9,11 +9,10 @@ rewritten. Methods train on the first nine tenths of --dataset, from a cache of 
 the exact KL(teacher‖student) are measured on the rest and on --other-dataset, in fp32, in windows of 512 tokens.
 
   rtn, mse, gptq  no training (train_qat.py --init)
-  efficientqat    scales from the largest weight, block by block, then scales alone (with train_qat.py's stages)
   loftq           alternating rounding and SVD (arXiv 2310.08659), then the adapter alone
   torchao         its QAT: scales from the largest weight, recomputed at every step; from the same cached targets
   torchao-text    the same from the text alone, with cross-entropy, as torchao documents it
-  ours            GPTQ and layer-wise, end to end, scales alone, recovery LoRA: one row per stage
+  ours            GPTQ and layer-wise, end to end, recovery LoRA: one row per stage
   ranks           adapters on `ours` before its LoRA: ranks 4 to 32 with about equally many values, on different layers
 
 All methods that train see the same number of tokens of the same rows. Those run by train_qat.py use its optimiser, the
@@ -34,10 +33,10 @@ from quality_report import write_report
 from torch import nn
 
 from qat_lora.backend import TorchBackend, open_backend
-from qat_lora.backend.git import revision
 from qat_lora.data.options import TextSource
 from qat_lora.data.packing import Rows, fingerprint, given_token, stream, tokenizer_fingerprint, window_starts, windowed
 from qat_lora.errors import UserError
+from qat_lora.hosts.git import revision
 from qat_lora.kd.cache import CacheSpec, edges, write_cache
 from qat_lora.kd.training import kd_loss
 from qat_lora.lora.add import add_adapter, nearest_of_rank
@@ -54,13 +53,12 @@ from qat_lora.run.options import ScriptConfig, option
 from qat_lora.train.evaluation import text_figures, windows
 from qat_lora.train.losses import text_loss
 
-METHODS = ("rtn", "mse", "gptq", "efficientqat", "loftq", "torchao", "torchao-text", "ours", "ranks")
+METHODS = ("rtn", "mse", "gptq", "loftq", "torchao", "torchao-text", "ours", "ranks")
 LENGTH, WINDOW, RANK = 256, 512, 4
-STAGES = 24  # in `ours`, 1/24 of the updates are layer-wise, and 1/24 train the scales alone
+STAGES = 24  # in `ours`, 1/24 of the updates are layer-wise
 STAGE_FILES = (  # of `ours`: each stage, the student after it, and the file that is written when the stage ends
     ("layers", "layerwise.pt", "layerwise.pt"),
-    ("qat", "endtoend.pt", "endtoend.pt"),
-    ("scales", "best.pt", "summary.json"),
+    ("qat", "best.pt", "summary.json"),
 )
 RANKS = {4: PROJECTIONS, 8: ("v", "gate", "up"), 16: ("down",), 32: ("o",)}
 
@@ -197,7 +195,7 @@ def run_cell(cfg: Config, backend: TorchBackend, out: Path) -> None:
     bench = Bench(cfg, backend, out)
     backend.seed(bench.seed)
     trained = {
-        "efficientqat": efficientqat, "loftq": loftq, "torchao": torchao, "torchao-text": torchao, "ours": ours,
+        "loftq": loftq, "torchao": torchao, "torchao-text": torchao, "ours": ours,
         "ranks": ranks,
     }  # fmt: skip
     rows = trained.get(bench.method, no_training)(bench)
@@ -209,16 +207,6 @@ def no_training(bench: Bench) -> list[dict]:
     run, summary = bench.qat(init=bench.method)
     seconds = bench.seconds()
     return [bench.measure(bench.student(run / "best.pt"), bench.method, seconds, summary["peak_memory_mb"])]
-
-
-def efficientqat(bench: Bench) -> list[dict]:
-    """arXiv 2407.11062 on our grid: half of the tokens train block by block, half train the scales alone."""
-    half = bench.steps // 2
-    run, summary = bench.qat(
-        init="rtn", layer_steps=half, layer_rows=min(half * BATCH, len(bench.train)), scale_steps=bench.steps - half
-    )
-    seconds = bench.seconds()
-    return [bench.measure(bench.student(run / "best.pt"), "scales", seconds, summary["peak_memory_mb"])]
 
 
 def loftq(bench: Bench) -> list[dict]:
@@ -264,13 +252,8 @@ def torchao(bench: Bench) -> list[dict]:
 
 
 def ours(bench: Bench) -> list[dict]:
-    layers = scales = bench.steps // STAGES
-    run, summary = bench.qat(
-        init="gptq",
-        layer_steps=layers,
-        scale_steps=scales,
-        max_steps=bench.steps - layers - scales - bench.adapter_steps,
-    )
+    layers = bench.steps // STAGES
+    run, summary = bench.qat(init="gptq", layer_steps=layers, max_steps=bench.steps - layers - bench.adapter_steps)
     rows = []
     for stage, file, ended in STAGE_FILES:
         seconds = bench.seconds(run / ended)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from qat_lora.backend import TorchBackend, open_backend
-from qat_lora.backend.git import revision
 from qat_lora.errors import UserError
+from qat_lora.hosts.git import revision
 from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.kd.evaluation import heldout_figures
 from qat_lora.lora.adapter import adapter_values, load_adapter

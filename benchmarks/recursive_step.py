@@ -25,11 +25,11 @@ import torch
 from plain_trm import PlainTraining, PlainTRM, Sizes
 
 from qat_lora.backend import TorchBackend, open_backend
-from qat_lora.backend.git import revision
 from qat_lora.errors import UserError
 from qat_lora.experiments.athena.model import IGNORE, RecursiveModel, RecursiveSpec
 from qat_lora.experiments.athena.rows import draw
 from qat_lora.experiments.athena.training import RecursivePlan, Trainer, segment_batches
+from qat_lora.hosts.git import revision
 from qat_lora.run.command_line import run_script
 from qat_lora.run.options import ScriptConfig, option
 

@@ -32,12 +32,12 @@ import yaml
 from kneser_ney import KneserNey
 from matplotlib import pyplot as plt
 
-from qat_lora.backend.git import revision
 from qat_lora.errors import UserError
 from qat_lora.experiments.stories.reservoir import DiagonalReservoir, EchoState, ReservoirSpec
 from qat_lora.experiments.stories.ridge import RidgeMoments
 from qat_lora.experiments.stories.scan import sequential_scan
 from qat_lora.experiments.stories.text import Stories, load_stories
+from qat_lora.hosts.git import revision
 from qat_lora.run.command_line import run_script
 from qat_lora.run.options import ScriptConfig, option
 

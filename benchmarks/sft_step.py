@@ -24,13 +24,13 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from qat_lora.backend import TorchBackend, open_backend
-from qat_lora.backend.git import revision
 from qat_lora.data.batches import batches
 from qat_lora.data.supervised import PackedExamples, encoded
 from qat_lora.errors import UserError
 from qat_lora.experiments.legal.answers import checked_rows, document, messages, response
 from qat_lora.experiments.legal.rules import generate
 from qat_lora.experiments.legal.sections import NUMBERS
+from qat_lora.hosts.git import revision
 from qat_lora.lora.add import add_adapter
 from qat_lora.lora.targets import PROJECTIONS
 from qat_lora.models.loading import EMBEDDED, load_model, load_tokenizer

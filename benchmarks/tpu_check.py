@@ -16,13 +16,14 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
-from qat_lora.backend.aot import CHIPS, KNOWN, Chip, Compiler
+from qat_lora.ahead.aot import CHIPS, KNOWN, Chip, Compiler
 from qat_lora.errors import ROOT
 from qat_lora.run import options as opt
 from qat_lora.run.command_line import run_script
 from qat_lora.run.console import say
 from qat_lora.run.options import ScriptConfig
-from qat_lora.run.tpu import Phase, chips_of, compiled, load_script, read_options, record, step, table
+from qat_lora.run.scripts import load_script, read_options
+from qat_lora.run.tpu import Phase, chips_of, compiled, record, step, table
 from qat_lora.train.memory import peak_phase
 
 PAGE = ROOT / "docs" / "TPU.md"

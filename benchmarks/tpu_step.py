@@ -19,8 +19,8 @@ import transformers
 from shapes import CONFIGS
 from torch import Tensor, nn
 
+from qat_lora.ahead.aot import CHIPS, Compiler
 from qat_lora.backend import TorchBackend
-from qat_lora.backend.aot import CHIPS, Compiler
 from qat_lora.errors import UserError
 from qat_lora.hardware.speed import model_flops
 from qat_lora.kd.training import kd_loss

@@ -15,7 +15,7 @@ from qat_lora.backend import TorchBackend
 from qat_lora.kd.training import kd_loss
 from qat_lora.models.architecture import as_answer, decoder_layers, replaced
 from qat_lora.quant.blockwise import BlockCalls, block_outputs, compensate_block, first_inputs, run_block
-from qat_lora.quant.linear import parameter_groups, unquantized
+from qat_lora.quant.linear import full_precision, parameter_groups
 from qat_lora.run.metrics import Last, Metric, Share, Total, Value
 from qat_lora.run.session import Session
 from qat_lora.train.loop import cosine, restore, set_learning_rates, trained_parameters
@@ -96,7 +96,7 @@ class _Layers:
         """Advance `targets` to a block; the blocks not yet passed must still be untrained."""
         while self.known < block:
             self.known += 1
-            with unquantized(self.blocks[self.known]):
+            with full_precision(self.blocks[self.known]):
                 self.targets = self._outputs(self.known, self.targets)
 
     def _start(self, block: int, resumed: bool) -> None:
@@ -142,7 +142,7 @@ def _rest_of_model_loss(student, index: int, hidden: Tensor, answers: dict[type,
     def passed(block: nn.Module) -> Callable:
         return lambda *args, **kwargs: as_answer(hidden, answers[type(block)])
 
-    with unquantized(layers[index + 1 :]), replaced(layers[: index + 1], passed):
+    with full_precision(layers[index + 1 :]), replaced(layers[: index + 1], passed):
         return kd_loss(student, batch)
 
 

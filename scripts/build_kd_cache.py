@@ -47,8 +47,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from qat_lora.ahead.rehearsal import repeated
 from qat_lora.backend import TorchBackend, open_backend, open_planned
-from qat_lora.backend.rehearsal import repeated
 from qat_lora.data.packing import fingerprint, split_heldout, tokenizer_fingerprint
 from qat_lora.data.templates import template_facts
 from qat_lora.errors import UserError

@@ -22,7 +22,7 @@ import sys
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from qat_lora.backend.aot import CHIPS, TOPOLOGIES
+from qat_lora.ahead.aot import CHIPS, TOPOLOGIES
 from qat_lora.run import options as opt
 from qat_lora.run.command_line import check_command_line, run_script
 from qat_lora.run.options import ScriptConfig
@@ -71,10 +71,11 @@ import dataclasses
 import json
 from contextlib import redirect_stdout
 
-from qat_lora.backend.aot import Chip, Compiler, NotCompiled
+from qat_lora.ahead.aot import Chip, Compiler, NotCompiled
 from qat_lora.errors import UserError
 from qat_lora.run.console import say
-from qat_lora.run.tpu import Phase, as_json, chips_of, compiled, load_script, read_options, record, step, table
+from qat_lora.run.scripts import load_script, read_options
+from qat_lora.run.tpu import Phase, as_json, chips_of, compiled, record, step, table
 from qat_lora.train.memory import memory_line
 
 

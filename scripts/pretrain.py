@@ -69,7 +69,7 @@ class Config(LoopOptions, JobConfig):
     global_batch_size: int = opt.training(768, "rows per update over all workers", at_least=1)
     epochs: int = opt.training(1000, "passes over the training rows", at_least=1, at_most=opt.MOST_UPDATES)
     max_steps: int | None = opt.training(
-        None, "number of updates; 0 trains for --epochs passes [0]", "--steps", **opt.UPDATES, renamed={0: None}
+        None, "number of updates; 0 trains for --epochs passes [0]", "--steps", **opt.UPDATES
     )
     learning_rate: float = opt.training(8e-5, "peak learning rate", "--lr", **opt.RATE)
     warmup_steps: int = opt.training(
@@ -129,10 +129,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qat_lora.ahead.rehearsal import Rehearsal
 from qat_lora.backend import TorchBackend, open_planned, planned_workers
-from qat_lora.backend.launch import launch
 from qat_lora.backend.machine import check_memory
-from qat_lora.backend.rehearsal import Rehearsal
+from qat_lora.backend.opening import launch
 from qat_lora.errors import UserError
 from qat_lora.experiments.athena.evaluation import answer, kept, measure
 from qat_lora.experiments.athena.model import RecursiveModel, RecursiveSpec, recursive_memory, weight_options

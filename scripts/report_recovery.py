@@ -56,7 +56,6 @@ from qat_lora.run.checksums import check_files
 from qat_lora.run.console import say
 from qat_lora.run.files import read_json, sha256, write_atomically
 from qat_lora.run.plots import plot_run
-from qat_lora.run.resuming import read_config
 from qat_lora.run.rundir import Run
 from qat_lora.train.evaluation import text_figures
 
@@ -103,14 +102,13 @@ def main(cfg: Config) -> None:
 
 def chosen_on(run: Path) -> int:
     """The number of held-out rows, from the first on, on which a run picked its best state."""
-    rows = [line["heldout_rows"] for line in Run(run, resumed=False).metrics() if "heldout_rows" in line]
-    return max(rows, default=read_config(run)["eval_rows"])  # runs of earlier versions did not log the number
+    return max(line["heldout_rows"] for line in Run(run, resumed=False).metrics() if "heldout_rows" in line)
 
 
 def check_same_experiment(qat: Path, recovery: Path, cfg: Config) -> None:
     """Raise UserError if adapter, student and cache do not belong together."""
     for run in (qat, recovery):
-        check_files(run, "manifest.json", "config.yaml", "summary.json", "metrics.jsonl", "layerwise.pt", "endtoend.pt")
+        check_files(run, "manifest.json", "config.yaml", "summary.json", "metrics.jsonl", "layerwise.pt")
     made, used = read_json(qat / "manifest.json"), read_json(recovery / "manifest.json")
     if used.get("student") != sha256(qat / "best.pt"):
         raise UserError(f"{recovery} was not trained on {qat}/best.pt; give the recovery run of that student")
@@ -127,11 +125,8 @@ def models(teacher: nn.Module, made: dict, qat: Path, recovery: Path):
     yield "round-to-nearest", nearest
     if (qat / "layerwise.pt").exists():
         yield "layer-wise", load_student(qat / "layerwise.pt", base=copy.deepcopy(teacher))[0]
-    before = qat / "endtoend.pt"
-    if before.exists():
-        yield "QAT", load_student(before, base=copy.deepcopy(teacher))[0]
     student, _ = load_student(qat / "best.pt", base=copy.deepcopy(teacher))
-    yield "+ scales" if before.exists() else "QAT", student
+    yield "QAT", student
     yield "+ LoRA", load_adapter(student, recovery / "adapter", qat / "best.pt")
 
 
@@ -155,7 +150,7 @@ def stage_seconds(qat: Path, recovery: Path, cache: Path) -> dict[str, str]:
         if summary.get("status") != "finished":
             raise UserError(f"{run} is {summary.get('status')}, not finished; run its command again with --resume auto")
     stages = summaries[0]["seconds"] | summaries[1]["seconds"]
-    names = {"layers": "layer-wise", "qat": "QAT", "scales": "+ scales", "recovery": "+ LoRA"}
+    names = {"layers": "layer-wise", "qat": "QAT", "recovery": "+ LoRA"}
     seconds = {names[stage]: f"{value:.0f}" for stage, value in stages.items()}
     summary = cache / "summary.json"
     return seconds | ({"teacher": f"{read_json(summary)['seconds']:.0f} (cache)"} if summary.exists() else {})

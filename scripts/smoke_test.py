@@ -40,7 +40,7 @@ from pathlib import Path
 import torch
 
 from qat_lora.backend import TorchBackend, resolve
-from qat_lora.backend.launch import launch
+from qat_lora.backend.opening import launch
 from qat_lora.backend.workers import parallel_num_chips
 from qat_lora.errors import first_line
 from qat_lora.experiments.athena.evaluation import measure

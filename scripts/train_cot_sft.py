@@ -59,7 +59,7 @@ class Config(TokenOptions, BatchOptions, JobConfig):
     )
     epochs: float = opt.training(3.0, "passes over the rows", above=0, at_most=10_000)
     max_steps: int | None = opt.training(
-        None, "number of updates [--epochs passes]", added=True, at_least=1, at_most=opt.MOST_UPDATES
+        None, "number of updates [--epochs passes]", at_least=1, at_most=opt.MOST_UPDATES
     )
     accumulation_steps: int = opt.with_default(BatchOptions, "accumulation_steps", 2)
     learning_rate: float = opt.with_default(BatchOptions, "learning_rate", 2e-4)
@@ -93,9 +93,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from qat_lora.ahead.rehearsal import Rehearsal, SameRows
 from qat_lora.backend import TorchBackend, open_planned, planned_workers
-from qat_lora.backend.launch import launch
-from qat_lora.backend.rehearsal import Rehearsal, SameRows
+from qat_lora.backend.opening import launch
 from qat_lora.data.supervised import PackedExamples
 from qat_lora.data.templates import begin_with_bos, template_facts
 from qat_lora.errors import UserError

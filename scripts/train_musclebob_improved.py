@@ -41,7 +41,7 @@ class Config(ChatOptions, LoopOptions):
     max_prompt_length: int = opt.data(96, "length to which every prompt is padded, in tokens", at_least=1)
     max_new_tokens: int = opt.data(48, "longest answer, in tokens", "--max-completion-length", at_least=1)
     epochs: int = opt.training(5, "GRPO passes over the questions", **opt.UPDATES)
-    max_steps: int | None = opt.training(None, "GRPO updates [--epochs passes]", added=True, **opt.UPDATES)
+    max_steps: int | None = opt.training(None, "GRPO updates [--epochs passes]", **opt.UPDATES)
     # The manifest records the prompts per update; splitting them otherwise only changes which answers are sampled.
     batch_size: int = opt.training(2, "prompts per micro-batch", identity=False, at_least=1)
     accumulation_steps: int = opt.with_default(BatchOptions, "accumulation_steps", 1)
@@ -96,10 +96,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from qat_lora.ahead.rehearsal import Rehearsal, SameRows
 from qat_lora.backend import TorchBackend, open_alone, open_planned, resolve
 from qat_lora.backend.detect import has_static_shapes
 from qat_lora.backend.machine import check_memory
-from qat_lora.backend.rehearsal import Rehearsal, SameRows
 from qat_lora.data.chat import check_template, render_chat
 from qat_lora.data.packing import Rows, TextDataset, fingerprint, pad
 from qat_lora.data.templates import template_facts
@@ -180,8 +180,7 @@ def main(cfg: Config) -> None:
         return
 
     run = open_run(NAME, cfg, facts_of(cfg, model, prompts, rows, tokenizer, backend))
-    files = {**dataclasses.asdict(cfg), "max_completion_length": cfg.max_new_tokens}  # its name in earlier versions
-    write_json(run.path / "training_config.json", files)
+    write_json(run.path / "training_config.json", dataclasses.asdict(cfg))
     backend.seed(cfg.seed)
     session = Session(run, backend, cfg.every(), SHOWN, files=[*map(validation_file, STAGES), "sft_model", "model"])
     check_sft_files(run, session, rows)

@@ -8,7 +8,7 @@
 The student is the low-bit copy of a model, the teacher the original. The teacher's predictions come from the cache that
 build_kd_cache.py made, so no update runs the teacher.
 Stages: initial scales (--init rtn, mse or gptq) → layer by layer (--layer-steps updates per block) → end to end
-(--max-steps) → scales alone (--scale-steps).
+(--max-steps).
 metrics.jsonl: every --log-every updates loss (cross-entropy against the cached teacher), kl (loss minus the teacher's
 entropy: the remaining gap to the teacher), grad_norm before clipping, lr, tokens, tokens_per_s; at every evaluation
 heldout_kl and heldout_ppl.
@@ -27,7 +27,6 @@ from qat_lora.run.options import JobConfig
 from qat_lora.train.options import TrainOptions
 
 NAME = "train_qat"
-EARLIER_RATES = (6e-4, 1e-4)  # in earlier presets, before rates were computed from the weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +56,7 @@ class Config(TrainOptions, JobConfig):
     layer_steps: int = opt.training(0, "updates per block of the layer-wise stage; 0 skips the stage", **opt.UPDATES)
     layer_rows: int = opt.training(32, "training rows used by --init and by the layer-wise stage", at_least=1)
     layer_learning_rate: float | None = opt.training(
-        None,
-        "peak learning rate of the layer-wise stage [computed from the weights]",
-        renamed=dict.fromkeys((5e-4, *EARLIER_RATES)),
-        **opt.RATE,
+        None, "peak learning rate of the layer-wise stage [computed from the weights]", **opt.RATE
     )
     layer_kd_weight: float = opt.training(
         0.0, "weight of the whole model's distillation loss in the layer-wise loss", **opt.WEIGHT
@@ -75,13 +71,9 @@ class Config(TrainOptions, JobConfig):
         below=1,
         fix="use e.g. 0.98, or 0 for no average",
     )
-    scale_steps: int = opt.training(
-        0, "updates that train only the scales, from the best state on; 0 skips the stage", **opt.UPDATES
-    )
     learning_rate: float | None = opt.training(
         None,
         "peak learning rate of weights and norms [computed from the size of the weights and their bits]",
-        renamed=dict.fromkeys((8e-4, *EARLIER_RATES)),
         **opt.RATE,
     )
     scale_learning_rate: float | None = opt.training(
@@ -98,9 +90,9 @@ from pathlib import Path
 
 from torch import nn
 
+from qat_lora.ahead.rehearsal import Rehearsal
 from qat_lora.backend import TorchBackend, open_planned, planned_workers
-from qat_lora.backend.launch import launch
-from qat_lora.backend.rehearsal import Rehearsal
+from qat_lora.backend.opening import launch
 from qat_lora.data.batches import first_batches
 from qat_lora.data.packing import tokenizer_fingerprint
 from qat_lora.errors import UserError
@@ -114,26 +106,23 @@ from qat_lora.models.loading import empty_model, load_config, load_model, load_t
 from qat_lora.models.planned import planned_name
 from qat_lora.quant.blockwise import check_blocks
 from qat_lora.quant.calibration import calibrate
-from qat_lora.quant.linear import free_scales, freeze
 from qat_lora.quant.student import (
     StudentSpec,
     bits_per_weight,
     load_student,
     megabytes,
+    plain_model,
     quantize,
     read_student,
-    reload_student,
     save_student,
     thaw,
-    unquantised,
 )
 from qat_lora.quant.training import usual_rates
 from qat_lora.run.console import attempt, compared, say, summarise
-from qat_lora.run.files import copy_file, sha256
-from qat_lora.run.hosts import shared_file
+from qat_lora.run.files import sha256
 from qat_lora.run.metrics import Share, Total
 from qat_lora.run.report import write_report
-from qat_lora.run.resuming import prepare, recorded
+from qat_lora.run.resuming import prepare
 from qat_lora.run.rundir import Run, open_run
 from qat_lora.run.session import Session
 from qat_lora.train.loop import tokens_of
@@ -162,9 +151,9 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     facts, trained = facts_of(cfg, train, layer_batch, backend)
     start = load_initial(cfg) if backend.is_main else None  # before open_run, so that an error leaves no run behind
     run = open_run(NAME, cfg, facts, backend.group)
-    cfg = dataclasses.replace(cfg, **backend.group.on_main(lambda: resolve_learning_rates(cfg, start[0], run)))
+    cfg = dataclasses.replace(cfg, **backend.group.on_main(lambda: resolve_learning_rates(cfg, start[0])))
     backend.seed(cfg.seed)
-    session = Session(run, backend, cfg.every(), files=("best.pt", "layerwise.pt", "endtoend.pt"))
+    session = Session(run, backend, cfg.every(), files=("best.pt", "layerwise.pt"))
     student = backend.place(initial_student(cfg, start, train, session))
     evaluate = Evaluation(cfg, session, heldout, trained)
 
@@ -173,9 +162,6 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         backend.gradient_checkpointing(student)
     plan = qat_plan(cfg)
     end_to_end(student, train, plan, session, evaluate)
-    if cfg.scale_steps:
-        reload_best_for_scales(student, run.path, backend)
-        end_to_end(student, train, scales_plan(cfg, plan), session, evaluate, "scales")
     finish(cfg, run, student, session, evaluate)
 
 
@@ -190,8 +176,7 @@ def end_to_end(
             with backend.autocast():
                 loss = kd_loss(student, batch)
             backend.backward(loss)
-            update.add(loss=Share(loss), kl=Share(loss), tokens=Total(tokens_of(batch)))
-            update.add(kl=Share(-target_entropy(batch)))  # kl: loss minus entropy, rounded as in earlier runs
+            update.add(loss=Share(loss), kl=Share(loss - target_entropy(batch)), tokens=Total(tokens_of(batch)))
         norm = update.step()  # reduces over workers, clips, steps, updates the EMA
         update.record(grad_norm=norm)
 
@@ -229,14 +214,13 @@ def student_spec(cfg: Config) -> StudentSpec:
     return StudentSpec(mlp=cfg.mlp, attn=cfg.attn, head=cfg.head)
 
 
-def resolve_learning_rates(cfg: Config, student: nn.Module, run: Run) -> dict[str, float]:
-    """Every learning rate: the one recorded by a run of an earlier version (whose defaults were numbers), the given
-    one, or one computed from the student's weights before its scales are set. Scales default to the weights' rate."""
-    was = recorded(run.path, cfg)
+def resolve_learning_rates(cfg: Config, student: nn.Module) -> dict[str, float]:
+    """Every learning rate: the given one, or one computed from the student's weights before its scales are set. Scales
+    default to the weights' rate."""
     end_to_end, layerwise = usual_rates(student)
     rates = {
-        "learning_rate": was["learning_rate"] or cfg.learning_rate or end_to_end,
-        "layer_learning_rate": was["layer_learning_rate"] or cfg.layer_learning_rate or layerwise,
+        "learning_rate": cfg.learning_rate or end_to_end,
+        "layer_learning_rate": cfg.layer_learning_rate or layerwise,
     }
     rates["scale_learning_rate"] = cfg.scale_learning_rate or rates["learning_rate"]
     layers = f", layer by layer {rates['layer_learning_rate']:g}" if cfg.layer_steps else ""
@@ -257,12 +241,6 @@ def layer_plan(cfg: Config) -> LayerPlan:
     )  # fmt: skip
 
 
-def scales_plan(cfg: Config, plan: QATPlan) -> QATPlan:
-    """The same plan for the scales alone, with the scales' learning rate as the one that is logged."""
-    rate = plan.scale_learning_rate
-    return dataclasses.replace(plan, steps=cfg.scale_steps, scope="all", learning_rate=rate)
-
-
 # -- the steps -------------------------------------------------------------------------------------------------------
 def open_cache(cfg: Config, workers: int) -> tuple[KDCacheDataset, KDCacheDataset]:
     facts = {"tokenizer": tokenizer_fingerprint(load_tokenizer(cfg.model)), "vocab": load_config(cfg.model).vocab_size}
@@ -278,7 +256,7 @@ def describe(cfg: Config, train: KDCacheDataset, heldout: KDCacheDataset, backen
     say(f"{cfg.model} → {spec}: {bits_per_weight(model):.2f} bits per weight, {megabytes(model):.1f} MB, on {backend}")
     say(f"cache {cfg.cache_dir}: {len(train)} training and {len(heldout)} held-out rows of {train.length} tokens")
     stages = f"{cfg.layer_steps} updates for each of {len(decoder_layers(model))} blocks, {cfg.max_steps} end to end"
-    say(f"start: {cfg.checkpoint or cfg.init}; {stages}, {cfg.scale_steps} for the scales alone")
+    say(f"start: {cfg.checkpoint or cfg.init}; {stages}")
     say(export_formats(cfg.model))
     cfg.check_memory(model, train, backend, workers)
     for line in cfg.describe(model, train, backend, workers, beside(cfg, model)):
@@ -323,7 +301,7 @@ def load_initial(cfg: Config) -> tuple[nn.Module, bool]:
     student, made = load_student(cfg.checkpoint, cfg.model) if cfg.checkpoint else (None, None)
     if made and StudentSpec(**made["spec"]) == spec:
         return thaw(student), True
-    base = unquantised(student) if made else load_model(cfg.model)
+    base = plain_model(student) if made else load_model(cfg.model)
     if cfg.layer_steps or cfg.init == "gptq":
         check_blocks(base)
     return quantize(base, spec), False
@@ -353,15 +331,6 @@ def train_layer_by_layer(
     train_layers(student, first_batches(train, cfg.layer_rows, batch_size, cfg.seed, **place), layer_plan(cfg), session)
     if backend.is_main and not session.resumed:  # a run that resumes in a later stage has the file
         save_student(session.run.path / "layerwise.pt", student, cfg.model, student_spec(cfg), {"stage": "layers"})
-
-
-def reload_best_for_scales(student: nn.Module, folder: Path, backend: TorchBackend) -> None:
-    """Load the best state so far, with codes fixed and scales trainable; endtoend.pt keeps it."""
-    best, before = folder / "best.pt", folder / "endtoend.pt"
-    backend.group.on_main(lambda: before.exists() or copy_file(best, before))
-    with shared_file(before, backend.group) as file:
-        reload_student(file, student)
-    free_scales(student)
 
 
 def finish(cfg: Config, run: Run, student: nn.Module, session: Session, evaluate: Evaluation) -> None:
@@ -399,10 +368,6 @@ def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
         backend.gradient_checkpointing(student)
     plan = qat_plan(cfg)
     end_to_end(student, rows, plan, session, evaluate)
-    if cfg.scale_steps:
-        freeze(student)
-        free_scales(student)
-        end_to_end(student, rows, scales_plan(cfg, plan), session, evaluate, "scales")
     return cfg.memory(student, len(rows[0]["tokens"]), backend, beside(cfg, student))
 
 

@@ -41,7 +41,6 @@ class Config(TextOptions, TrainOptions, JobConfig):
     targets: str = opt.model(
         "auto",
         "layers that get an adapter: auto (all but k_proj), all, attn, mlp, experts, or names separated by commas",
-        renamed={"q,v,o,gate,up,down": "auto"},
     )
     mlp_only: bool = opt.model(False, "adapt only the MLP layers, whatever --targets is")
     adapter_init: Literal["zero", "error"] = opt.model(
@@ -70,9 +69,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from qat_lora.ahead.rehearsal import Rehearsal, SameRows
 from qat_lora.backend import TorchBackend, open_planned, planned_workers
-from qat_lora.backend.launch import launch
-from qat_lora.backend.rehearsal import Rehearsal, SameRows
+from qat_lora.backend.opening import launch
 from qat_lora.data.batches import first_batches
 from qat_lora.data.packing import TextDataset, split_heldout, tokenizer_fingerprint
 from qat_lora.data.templates import template_facts

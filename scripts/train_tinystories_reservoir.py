@@ -112,7 +112,7 @@ class Config(LoopOptions, JobConfig):
     length: int = opt.data(SHARED_CONFIG["block_size"], "tokens per row", "--block-size", at_least=1)
     epochs: int = opt.training(SHARED_CONFIG["epochs"], "passes over the text", at_least=1, at_most=opt.MOST_UPDATES)
     max_steps: int | None = opt.training(
-        None, "number of updates [--epochs passes]", added=True, at_least=1, at_most=opt.MOST_UPDATES
+        None, "number of updates [--epochs passes]", at_least=1, at_most=opt.MOST_UPDATES
     )
     global_batch_size: int = opt.training(
         SHARED_CONFIG["batch_size"], "rows per update over all workers; on TPU twice this", "--batch-size", at_least=1
@@ -145,11 +145,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from qat_lora.ahead.rehearsal import Rehearsal
 from qat_lora.backend import TorchBackend, open_planned, planned_workers
 from qat_lora.backend.detect import has_static_shapes
-from qat_lora.backend.launch import launch
 from qat_lora.backend.machine import check_memory
-from qat_lora.backend.rehearsal import Rehearsal
+from qat_lora.backend.opening import launch
 from qat_lora.errors import UserError
 from qat_lora.experiments.stories.baselines import SmallLM
 from qat_lora.experiments.stories.evaluation import get_device, heldout, on_tpu, story_loss, tell, unigram_perplexity

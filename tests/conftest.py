@@ -23,15 +23,15 @@ import pytest  # what takes seconds is imported in fixtures: the process that ha
 # `deep`, which only `make test-deep` selects. SLOW ones take more than four seconds, and get the marker `slow`, which
 # `make test-fast` deselects.
 DEEP = (
-    "hosts/test_hosts", "backend/test_xla_deep", "repo/test_notebook", "backend/test_aot_deep",
-    "repo/test_law_notebook", "hardware/test_checks", "backend/test_rendezvous", "backend/test_launch",
+    "hosts/test_hosts", "backend/test_xla_deep", "repo/test_notebook", "ahead/test_aot_deep",
+    "repo/test_law_notebook", "hardware/test_checks", "hosts/test_rendezvous", "hosts/test_launch",
     "backend/test_xla_workers", "benchmarks/test_qat_quality", "scripts/test_compile_for_tpu", "faults/test_faults",
 )  # fmt: skip
 SLOW = (
     "scripts/test_pipeline", "scripts/test_multi", "backend/test_xla", "scripts/test_train_cot_sft",
-    "scripts/test_run_legal_assistant", "backend/test_aot", "scripts/test_resuming", "scripts/test_pretrain",
+    "scripts/test_run_legal_assistant", "ahead/test_aot", "scripts/test_resuming", "scripts/test_pretrain",
     "scripts/test_bad_input", "scripts/test_moved_models", "scripts/test_bad_run", "scripts/test_measure_perplexity",
-    "backend/test_group", "scripts/test_train_musclebob", "train/test_memory", "scripts/test_train_tinystories",
+    "hosts/test_group", "scripts/test_train_musclebob", "train/test_memory", "scripts/test_train_tinystories",
     "scripts/test_smoke_test", "models/test_zoo_uses", "models/test_zoo_pipeline", "export/test_formats",
     "experiments/legal/test_citations", "scripts/test_export_model", "scripts/test_chat_template",
     "lora/test_adapter_targets", "experiments/athena/test_training", "lora/test_recovery", "backend/test_detect",
@@ -60,14 +60,14 @@ def sigterm_as_before():
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
-    if group := sys.modules.get("qat_lora.backend.group"):
+    if group := sys.modules.get("qat_lora.hosts.group"):
         group.SIGTERM.clear()
 
 
 @pytest.fixture(params=["native", "torch"])
 def kernels(request, monkeypatch):
     """Run a test with the C kernels, for tensors of any size, and with torch's operations."""
-    from qat_lora.backend import native
+    from qat_lora.kernels import native
 
     if request.param == "torch":
         monkeypatch.setattr(native, "library", lambda: None)

@@ -4,7 +4,7 @@ import functools
 
 from qat_lora.rl.grpo import policy_loss
 from qat_lora.run.metrics import Metric, Share, Total
-from qat_lora.run.tpu import load_script
+from qat_lora.run.scripts import load_script
 from qat_lora.train.loop import fit, plain_stage, tokens_of
 
 script = functools.cache(load_script)

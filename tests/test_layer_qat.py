@@ -15,7 +15,7 @@ from qat_lora.kd.training import kd_loss
 from qat_lora.layer_qat import LayerPlan, relative_error, train_layers
 from qat_lora.models.architecture import decoder_layers
 from qat_lora.quant.blockwise import block_outputs, first_inputs, run_block
-from qat_lora.quant.linear import unquantized
+from qat_lora.quant.linear import full_precision
 from qat_lora.quant.student import StudentSpec
 
 PLAN = LayerPlan(steps=12, learning_rate=4e-3, clip_grad_norm=1.0)
@@ -99,7 +99,7 @@ def test_targets_come_from_the_full_precision_model(new_student, make_session, d
         assert torch.equal(embedded, original.model.embed_tokens(tokens))
         first, second = (calls.block(index)[0] for index in range(2))
         out = run_block(decoder_layers(original)[1], run_block(decoder_layers(student)[0], embedded, first), second)
-        with unquantized(original):
+        with full_precision(original):
             target = embedded
             for layer, call in zip(decoder_layers(original), (first, second)):
                 target = run_block(layer, target, call)
@@ -126,7 +126,7 @@ def test_the_distillation_term_by_hand(train, new_student, data):
     (alone, (plain, *_)), (guided, (with_term, *_)) = (train(plan, str(plan.kd_weight)) for plan in plans)
     student = new_student()
     batch = {key: value for key, value in data[0][0].items() if key != "total"}
-    with torch.no_grad(), unquantized(decoder_layers(student)[1]):
+    with torch.no_grad(), full_precision(decoder_layers(student)[1]):
         term = 0.5 * float(kd_loss(student, batch))
     assert with_term["loss"] - plain["loss"] == pytest.approx(term, rel=1e-4)
     assert any(not torch.equal(p, q) for p, q in zip(alone.parameters(), guided.parameters()))

@@ -8,15 +8,14 @@ import os
 import sys
 
 _PUBLIC = {
-    "TorchBackend": "torch",
+    "TorchBackend": "eager",
     "compute_dtype": "devices",
     "count_workers": "workers",
     "has_static_shapes": "detect",
     "is_xla_device": "devices",
-    "loop": "torch",
-    "open_alone": "launch",
-    "open_backend": "launch",
-    "open_planned": "launch",
+    "open_alone": "opening",
+    "open_backend": "opening",
+    "open_planned": "opening",
     "planned_workers": "workers",
     "resolve": "detect",
     "tpu_chips": "detect",

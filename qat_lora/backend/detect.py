@@ -4,8 +4,8 @@ import importlib.util
 import os
 from pathlib import Path
 
-from qat_lora.backend.environment import whole_number
 from qat_lora.errors import UserError
+from qat_lora.hosts.environment import whole_number
 
 GOOGLE_PCI_VENDOR = "0x1ae0"
 # The vendor also makes network and storage devices, so the device ID decides. IDs as torch_xla 2.9 lists them.

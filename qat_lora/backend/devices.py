@@ -22,6 +22,15 @@ def is_lazy(tensor: Tensor) -> bool:
     return is_xla_device(tensor.device)
 
 
+def numbers_on(tensor: Tensor, *values: float) -> Tensor:
+    """Numbers [n] on a tensor's device as data, so that no compiler takes them for constants; the host does not wait.
+    In fp64 on the CPU, as Python has them, and in fp32 elsewhere."""
+    numbers = torch.tensor(values, dtype=torch.float64 if on_host(tensor) else torch.float32)
+    if tensor.device.type == "cuda":
+        numbers = numbers.pin_memory()
+    return numbers.to(tensor.device, non_blocking=True)
+
+
 def compute_dtype(tensor: Tensor) -> torch.dtype:
     """The type in which a matrix product with this tensor is computed: autocast's on its device, else its own."""
     kind = tensor.device.type
@@ -38,8 +47,3 @@ def without_autocast(tensor: Tensor):
 def has_attention_kernel(tensor: Tensor) -> bool:
     """Whether fused attention is faster than two products at any length: true on CUDA."""
     return tensor.device.type == "cuda"
-
-
-def has_norm_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch has a fused RMS norm for x and this weight: on CUDA, with the weight in fp32."""
-    return x.device.type == "cuda" and weight.dtype == torch.float32 and x.dtype in (torch.float32, torch.bfloat16)

@@ -5,8 +5,8 @@ import os
 import torch
 
 from qat_lora.backend import detect
-from qat_lora.backend.environment import read_place, slice_hosts, whole_number
 from qat_lora.errors import UserError
+from qat_lora.hosts.environment import read_place, slice_hosts, whole_number
 
 # The process bounds that torch_xla reads for part of a host's chips, taken from number 0 on. Untested on hardware.
 PROCESS_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}

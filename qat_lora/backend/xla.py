@@ -1,6 +1,6 @@
 """The backend on torch_xla: TPU chips, or torch_xla's CPU device. Imported only when the device resolves to XLA.
 
-All of the project's calls into torch_xla are in this file, in recording.py and in graph.py.
+All of the project's calls into torch_xla are in this file, in ahead/recording.py and in kernels/lazy.py.
 """
 
 import multiprocessing
@@ -17,26 +17,16 @@ import torch_xla.backends
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
-from torch_xla.experimental.scan import scan  # noqa: F401 — for backend.loop
 from torch_xla.utils.checkpoint import checkpoint as xla_checkpoint
 
 from qat_lora.backend import detect
-from qat_lora.backend.environment import LOOPBACK, master_port
-from qat_lora.backend.group import ALONE, Group, notice_sigterm
-from qat_lora.backend.launch import (
-    GRACE,
-    Job,
-    be_silent,
-    check_world,
-    end_with,
-    end_with_parent,
-    run_worker,
-    sigterm_forwarded,
-)
-from qat_lora.backend.relay import Relay, Timeouts
-from qat_lora.backend.rendezvous import join, serve
-from qat_lora.backend.torch import TorchBackend
+from qat_lora.backend.eager import TorchBackend
 from qat_lora.backend.workers import take_chips
+from qat_lora.hosts.environment import LOOPBACK, master_port
+from qat_lora.hosts.group import ALONE, Group, notice_sigterm
+from qat_lora.hosts.launch import GRACE, Job, be_silent, end_with, end_with_parent, run_worker, sigterm_forwarded
+from qat_lora.hosts.relay import Relay, Timeouts
+from qat_lora.hosts.rendezvous import join, serve
 
 _SERVING = threading.Lock()
 _served: list[Relay] = []  # the relay that this process serves
@@ -185,8 +175,8 @@ class XlaWorker:
     """The callable that torch_xla.launch runs in a thread of each process. It is unpickled in the process's main
     thread, the only one in which Python can handle SIGTERM."""
 
-    def __init__(self, job: Job, count: int):
-        self.job, self.count = job, count
+    def __init__(self, job: Job):
+        self.job = job
 
     def __setstate__(self, state: dict) -> None:
         vars(self).update(state)
@@ -195,17 +185,21 @@ class XlaWorker:
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # the main thread only waits for the worker thread
 
     def __call__(self, _: int) -> None:
-        def open_backend(group: Group) -> TorchBackend:
-            cores = detect.cores_per_chip()
-            if group.rank >= cores and detect.tpu_chips():  # on CPU devices all workers are threads of one process
-                be_silent()
-            return check_world(XlaBackend(self.job.precision, group), self.count * hosts() * cores)
+        run_worker(self.job, partial(connect, self.job.timeouts), 0)
 
-        run_worker(self.job, partial(connect, self.job.timeouts), open_backend)
+
+def work(worker: Callable, args: tuple, precision: str, count: int, group: Group, _: int) -> None:
+    """What each worker of a job on `count` chips a host runs: worker(backend, *args)."""
+    cores = detect.cores_per_chip()
+    if group.rank >= cores and detect.tpu_chips():  # on CPU devices all workers are threads of one process
+        be_silent()
+    backend = XlaBackend(precision, group)
+    backend.check_world(count * hosts() * cores)
+    worker(backend, *args)
 
 
 def spawn(job: Job, count: int) -> None:
-    """Run a job on `count` chips of this host."""
+    """Run a job, whose work is `work`, on `count` chips of this host."""
     take_chips(count)
     master_port()
     codes: list[int] = []
@@ -214,7 +208,7 @@ def spawn(job: Job, count: int) -> None:
     watch.start()
     with sigterm_forwarded():
         try:
-            torch_xla.launch(XlaWorker(job, count))
+            torch_xla.launch(XlaWorker(job))
         except BrokenProcessPool:
             watch.join(GRACE / 2)
             # workers that the pool itself ended with SIGTERM are not the cause

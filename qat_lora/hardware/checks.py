@@ -20,14 +20,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from qat_lora.ahead.trial import open_exact, open_trial
+from qat_lora.ahead.watching import WatchingBackend
 from qat_lora.backend import TorchBackend, open_backend
-from qat_lora.backend.trial import open_exact, open_trial
-from qat_lora.backend.watching import WatchingBackend
 from qat_lora.errors import UserError, first_line
 from qat_lora.hardware import jobs, speed, tiny
 from qat_lora.hardware.experiments import SCRIPTS, options, tried
 from qat_lora.hardware.kernels import check_kernels, used_from
-from qat_lora.hardware.place import Failed, Figures, Place, Skipped, apart
+from qat_lora.hardware.place import Failed, Figures, Machine, Skipped, apart
 from qat_lora.kd.training import kd_loss
 from qat_lora.rl.policy import Prompts, log_probs
 from qat_lora.train.losses import text_loss
@@ -44,13 +44,13 @@ class Check:
     those at which it is run."""
 
     stage: str
-    run: Callable[[Place], Figures]
+    run: Callable[[Machine], Figures]
     limit: float = 60
     sizes: tuple[str, ...] = ("tiny", "real")
 
 
 # -- does it compute the same? ---------------------------------------------------------------------------------------
-def check_device(place: Place) -> Figures:
+def check_device(place: Machine) -> Figures:
     """A product of matrices, and what the device is."""
     backend = open_trial(place.device, "fp32")
     a = torch.arange(4096.0).view(64, 64) / 4096
@@ -68,7 +68,7 @@ def check_device(place: Place) -> Figures:
     return found | backend.allocator()
 
 
-def check_losses(place: Place) -> Figures:
+def check_losses(place: Machine) -> Figures:
     """The losses of language models and their gradients equal those of plain transformers in double precision on the
     CPU."""
     backend = open_exact(place.device)
@@ -143,7 +143,7 @@ def loss_pairs(backend: TorchBackend, model: nn.Module, reference: nn.Module) ->
     }  # fmt: skip
 
 
-def check_parity(name: str, place: Place) -> Figures:
+def check_parity(name: str, place: Machine) -> Figures:
     """Ten updates of an experiment equal those on the CPU in fp32, and answers are the same, token for token.
 
     Where rounding grows from update to update, as in a recursive model, the CPU's own difference after a nudge of the
@@ -210,7 +210,7 @@ def same_tokens(here: list, there: list, share: float) -> int:
     return count
 
 
-def check_syncs(name: str, place: Place) -> Figures:
+def check_syncs(name: str, place: Machine) -> Figures:
     """No call in an update makes the host wait for the device."""
     module, config = options(name, "tiny", place.model)
     backend = WatchingBackend(place.device == "cuda")
@@ -228,11 +228,11 @@ def check_syncs(name: str, place: Place) -> Figures:
 
 
 # -- how fast is it? ---------------------------------------------------------------------------------------------------
-def check_speed(name: str, place: Place) -> Figures:
+def check_speed(name: str, place: Machine) -> Figures:
     return speed.measure(name, place.size, place.model, place.device)
 
 
-def check_compiled(place: Place) -> Figures:
+def check_compiled(place: Machine) -> Figures:
     """Plain fine-tuning beside itself with every decoder block in torch.compile: what that could gain at most."""
     return speed.measure_compiled("QAT", place.size, place.model, place.device)
 
@@ -256,7 +256,7 @@ CHECKS = {  # the most important first
 def main(folder: str, device: str, size: str, until: str, *names: str) -> None:
     """Run checks one after the other, and write a line before and after each. After a failure that may have left the
     device unusable the process ends, and its parent starts another for the rest."""
-    place = Place(Path(folder), device, size, float(until))
+    place = Machine(Path(folder), device, size, float(until))
     if device in ("tpu", "xla") and CHECKS[names[0]].stage in ("parity", "speed"):
         open_backend(device)  # before any other backward pass, which would break XLA's in this process
     with open(place.folder / "results.jsonl", "a") as file:

@@ -3,8 +3,8 @@
 from contextlib import nullcontext
 from pathlib import Path
 
-from qat_lora.backend.trial import Trial, open_trial, same_noise
-from qat_lora.run.tpu import load_script, read_options
+from qat_lora.ahead.trial import Trial, open_trial, same_noise
+from qat_lora.run.scripts import load_script, read_options
 
 SCRIPTS = {
     "teacher cache": "build_kd_cache", "QAT": "train_qat", "recovery": "train_recovery_lora",

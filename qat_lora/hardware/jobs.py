@@ -12,14 +12,14 @@ from pathlib import Path
 from qat_lora.backend import resolve
 from qat_lora.backend.workers import count_workers
 from qat_lora.errors import ROOT, UserError
-from qat_lora.hardware.place import Failed, Figures, Place, Skipped, apart
+from qat_lora.hardware.place import Failed, Figures, Machine, Skipped, apart
 from qat_lora.models.packaged import EMBEDDED, packaged_file
 
 STEPS, ROWS = 100, 8  # updates, and rows of each, of a run that is stopped, killed or shared by workers
 SAME = 1e-3  # largest relative difference of its losses
 
 
-def check_resume(place: Place) -> Figures:
+def check_resume(place: Machine) -> Figures:
     """A run that SIGTERM stops, and that is resumed, has the losses of an uninterrupted one."""
     wanted = uninterrupted(place)
     words = run_words(place, "resumed", 1)
@@ -28,7 +28,7 @@ def check_resume(place: Place) -> Figures:
     return compared(place, "resumed", wanted)
 
 
-def check_workers(place: Place) -> Figures:
+def check_workers(place: Machine) -> Figures:
     """All workers together have the losses of one."""
     counts, wanted, found = several(place), uninterrupted(place), {}
     for count in counts:
@@ -37,7 +37,7 @@ def check_workers(place: Place) -> Figures:
     return found
 
 
-def check_killed(place: Place) -> Figures:
+def check_killed(place: Machine) -> Figures:
     """If a worker is killed, the others end with an error that names it, and the run can be resumed."""
     count, wanted = several(place)[-1], uninterrupted(place)
     words = run_words(place, "killed", count)
@@ -56,14 +56,14 @@ def check_killed(place: Place) -> Figures:
     return {"workers": count, "seconds until the others ended": seconds} | compared(place, "killed", wanted)
 
 
-def check_smoke(place: Place) -> Figures:
+def check_smoke(place: Machine) -> Figures:
     """smoke_test.py on all chips: each worker has its own rows, and reduced gradients are sums."""
     words = [str(ROOT / "scripts" / "smoke_test.py"), "--device", place.device]
     finish(place, words, "smoke")
     return {}
 
 
-def several(place: Place) -> list[int]:
+def several(place: Machine) -> list[int]:
     """Numbers of workers to try: two, and all that share eight rows equally."""
     count = 2 if place.device == "cpu" else count_workers(resolve(place.device), 0)
     if count < 2:
@@ -71,7 +71,7 @@ def several(place: Place) -> list[int]:
     return sorted({2, max(n for n in (2, 4, 8) if n <= count)})
 
 
-def run_words(place: Place, name: str, workers: int) -> list[str]:
+def run_words(place: Machine, name: str, workers: int) -> list[str]:
     """The command of a short run of the reservoir, with the same rows per update for any number of workers. Its loss is
     smooth: with a low-bit student, rounding would hide a small fault."""
     sizes = "--embedding 32 --blocks 1 --reservoirs diagonal:16 --length 32 --tokenizer chars --dropout 0"
@@ -83,7 +83,7 @@ def run_words(place: Place, name: str, workers: int) -> list[str]:
     ]  # fmt: skip
 
 
-def uninterrupted(place: Place) -> list[float]:
+def uninterrupted(place: Machine) -> list[float]:
     folder = place.folder / "runs" / "whole"
     if not (folder / "summary.json").exists():
         finish(place, run_words(place, "whole", 1), "whole")
@@ -102,7 +102,7 @@ def lines(folder: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines(True) if line[-1] == "\n"] if file.exists() else []
 
 
-def compared(place: Place, name: str, wanted: list[float]) -> Figures:
+def compared(place: Machine, name: str, wanted: list[float]) -> Figures:
     found = losses(place.folder / "runs" / name)
     if len(found) != len(wanted):
         raise Failed(f"the run has {len(found)} updates, an uninterrupted one {len(wanted)}")
@@ -112,12 +112,12 @@ def compared(place: Place, name: str, wanted: list[float]) -> Figures:
     return {"largest relative difference": max(map(apart, found, wanted)), "updates": len(found)}
 
 
-def started(place: Place, words: list[str], name: str) -> subprocess.Popen:
+def started(place: Machine, words: list[str], name: str) -> subprocess.Popen:
     log = open(place.folder / "logs" / f"{name}.txt", "a+")  # noqa: SIM115 (the process writes it)
     return subprocess.Popen([sys.executable, *words], stdout=log, stderr=log, cwd=ROOT)
 
 
-def finish(place: Place, words: list[str], name: str) -> None:
+def finish(place: Machine, words: list[str], name: str) -> None:
     """Run a command to its end. Raises Failed with its last line if it fails."""
     job = started(place, words, name)
     try:
@@ -128,7 +128,7 @@ def finish(place: Place, words: list[str], name: str) -> None:
         raise Failed(f"{Path(words[0]).name} ended with exit code {code}: {last_line(place, name)}")
 
 
-def stop(place: Place, words: list[str], name: str, how: Callable, codes: tuple) -> tuple[float, str]:
+def stop(place: Machine, words: list[str], name: str, how: Callable, codes: tuple) -> tuple[float, str]:
     """Start a run, call how(job) after ten updates; returns (seconds until it ended, what it printed)."""
     job, folder = started(place, words, name), place.folder / "runs" / name
     try:
@@ -150,13 +150,13 @@ def stop(place: Place, words: list[str], name: str, how: Callable, codes: tuple)
     return time.monotonic() - since, (place.folder / "logs" / f"{name}.txt").read_text()
 
 
-def last_line(place: Place, name: str) -> str:
+def last_line(place: Machine, name: str) -> str:
     printed = (place.folder / "logs" / f"{name}.txt").read_text().strip().splitlines()
     errors = [line for line in printed if "rror" in line]
     return (errors or printed or ["it printed nothing"])[-1][:300]
 
 
-def check_quality(place: Place) -> Figures:
+def check_quality(place: Machine) -> Figures:
     """How far quantisation-aware training at 2 bits brings a student in the time that is left: a short run tells how
     long an update takes, and a second one fills the time. At tiny size there is only the short one."""
     model = place.model if place.size == "tiny" else Path(EMBEDDED)
@@ -172,7 +172,7 @@ def check_quality(place: Place) -> Figures:
     return distilled(place, at, cache, more) if more > steps else found
 
 
-def distilled(place: Place, at: list[str], cache: Path, steps: int) -> Figures:
+def distilled(place: Machine, at: list[str], cache: Path, steps: int) -> Figures:
     """A run of quantisation-aware training: KL to the teacher before and after it."""
     folder, since = place.folder / "runs" / f"quality-{steps}", time.monotonic()
     words = ["--config", "q2_g32", "--cache-dir", str(cache), "--max-steps", str(steps), "--output-dir", str(folder)]

@@ -1,35 +1,46 @@
 """Whether the fused kernels of a device compute what torch's operations do, and how much faster they are."""
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from qat_lora.backend import native
-from qat_lora.backend.trial import open_trial
-from qat_lora.hardware.place import Failed, Figures, Place, Skipped
-from qat_lora.models.head import Head, Strips
+from qat_lora.ahead.trial import open_trial
+from qat_lora.hardware.place import Failed, Figures, Machine, Skipped
+from qat_lora.kernels import compiled, native
+from qat_lora.kernels.head import Head
 from qat_lora.models.norms import norms_in_one_step
 from qat_lora.quant.linear import Quantizer
 from qat_lora.quant.spec import QuantSpec
+from qat_lora.train.losses import softmax_of
 from qat_lora.train.optimizer import CautiousAdamW
 
 SIZES = {"tiny": (256, 512, 2048, 16, 3), "real": (3072, 1024, 151936, 512, 20)}
-NEVER = 2**62  # no tensor has that many elements
 
 
 @contextmanager
 def used_from(elements: int) -> Iterator[None]:
-    """Within this context the fused kernels run for tensors of at least this many elements."""
-    before = native.SMALLEST, native.LARGE
-    native.SMALLEST = native.LARGE = elements
+    """Within this context native.c's kernels run for tensors of at least this many elements."""
+    before, native.SMALLEST = native.SMALLEST, elements
     try:
         yield
     finally:
-        native.SMALLEST, native.LARGE = before
+        native.SMALLEST = before
+
+
+@contextmanager
+def plain_forms() -> Iterator[None]:
+    """Within this context no kernel is used, neither native.c's nor torch.compile's."""
+    before = native.library, compiled.COMPILED
+    native.library, compiled.COMPILED = (lambda: None), []
+    try:
+        yield
+    finally:
+        native.library, compiled.COMPILED = before
 
 
 def cases(size: str, device: torch.device) -> dict[str, tuple[float, Callable[[], list[Tensor]]]]:
@@ -70,25 +81,22 @@ def cases(size: str, device: torch.device) -> dict[str, tuple[float, Callable[[]
     def head(dtype: torch.dtype, trained: bool, temperature: float) -> Callable:
         def run() -> list[Tensor]:
             own = Head(table.to(dtype), bias, after=0.5) if trained else Head(table.to(dtype))
-            strips = Strips(hidden.to(dtype), own, index, dtype, temperature)
+            softmax = softmax_of(hidden.to(dtype), own, index, dtype, temperature, trained)
             if trained:
-                strips.normalise()
-            back = strips.gradients(taken.sum(1, keepdim=True), taken, (trained, trained))
-            return [*(part for part in back if part is not None), strips.log_probs]
+                softmax.normalise()
+            back = softmax.gradients(taken.sum(1, keepdim=True), taken, (trained, trained))
+            return [*(part for part in back if part is not None), softmax.log_probs]
 
         return run
 
-    def norm(dtype: torch.dtype) -> Callable:
-        layer = norms_in_one_step(LlamaRMSNorm(wide).to(device))
+    layer = norms_in_one_step(LlamaRMSNorm(wide).to(device))
 
-        def run() -> list[Tensor]:
-            x = weight.clone().to(dtype).requires_grad_()
-            layer.zero_grad()
-            y = layer(x)
-            y.backward(upstream.to(y.dtype))
-            return [y.detach(), x.grad, layer.weight.grad]
-
-        return run
+    def norm() -> list[Tensor]:
+        x = weight.clone().requires_grad_()
+        layer.zero_grad()
+        y = layer(x)
+        y.backward(upstream)
+        return [y.detach(), x.grad, layer.weight.grad]
 
     return {
         "2 bits": (1e-5, quantised("balanced2/g32", torch.bfloat16)),
@@ -98,25 +106,23 @@ def cases(size: str, device: torch.device) -> dict[str, tuple[float, Callable[[]
         "optimiser": (1e-5, optimise),
         "LM head": (5e-3, head(torch.bfloat16, False, 1.0)),
         "trained LM head": (1e-5, head(torch.float32, True, 0.7)),
-        "RMS norm": (1e-5, norm(torch.float32)),
-        "RMS norm in bf16": (5e-3, norm(torch.bfloat16)),
+        "RMS norm": (1e-5, norm),
     }
 
 
-def check_kernels(place: Place) -> Figures:
-    """The kernels in C, on a CPU, or in Triton, on a GPU, have the results of torch's operations."""
+def check_kernels(place: Machine) -> Figures:
+    """The kernels in C, on a CPU, or of torch.compile, on a GPU, have the results of plain torch functions."""
     backend = open_trial(place.device, "fp32")
     if backend.static_shapes:
         raise Skipped("XLA fuses operations itself")
     if backend.shares_host_memory and native.library() is None:
-        raise Skipped("no C compiler with OpenMP; torch's operations are used")
-    if not backend.shares_host_memory:
-        native.try_gpu_kernels()  # says why, if they do not work
+        raise Skipped("no C compiler with OpenMP; the plain functions are used")
     figures: Figures = {"largest relative difference": 0.0}
     for name, (close, run) in cases(place.size, backend.device).items():
         times, found = [], []
-        for least in (1, NEVER):
-            with used_from(least):
+        for forms in (nullcontext, plain_forms):
+            with used_from(1), forms(), warnings.catch_warnings():
+                warnings.simplefilter("error")  # a kernel that does not compile
                 found.append(run())
                 backend.wait()
                 began = time.perf_counter()
@@ -130,5 +136,5 @@ def check_kernels(place: Place) -> Figures:
                 raise Failed(f"{name}: tensor {number} of the kernels differs from torch's by {gap:.1e} of its norm")
             figures["largest relative difference"] = max(gap, figures["largest relative difference"])
         if place.size == "real":
-            figures[f"{name}: torch's time / ours"] = times[1] / times[0]
+            figures[f"{name}: plain torch's time / ours"] = times[1] / times[0]
     return figures

@@ -18,7 +18,7 @@ class Skipped(Exception):
 
 
 @dataclass(frozen=True)
-class Place:
+class Machine:
     """Where checks run. folder: of the report; device: as --device names it; size: tiny or real; until: the time (in
     seconds since 1970) at which the last check has to end."""
 

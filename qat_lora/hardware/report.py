@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from qat_lora.backend.git import revision
+from qat_lora.hosts.git import revision
 from qat_lora.run.files import write_atomically
 
 PACKAGES = ("torch", "transformers", "peft", "datasets", "triton", "torch_xla", "libtpu", "numpy")

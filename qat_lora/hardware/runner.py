@@ -20,7 +20,7 @@ class Runner:
     """Runs the checks in `limits`, {name: (stage, most seconds)}, in order, while time is left. A check that fails in a
     way that may harm the others, ends its process or takes too long costs only itself.
 
-    folder: of the report; device, size: see `place.Place`; seconds: for everything.
+    folder: of the report; device, size: see `place.Machine`; seconds: for everything.
     """
 
     def __init__(self, folder: Path, device: str, size: str, seconds: float, limits: dict[str, tuple[str, float]]):

@@ -12,9 +12,9 @@ import transformers
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from qat_lora.backend.aot import CHIPS, DETECTED
+from qat_lora.ahead.aot import CHIPS, DETECTED
+from qat_lora.ahead.trial import Trial, kernel_times, open_trial
 from qat_lora.backend.detect import tpu_chips
-from qat_lora.backend.trial import Trial, kernel_times, open_trial
 from qat_lora.hardware.experiments import LANGUAGE_MODELS, tried
 from qat_lora.hardware.place import Skipped
 from qat_lora.hardware.tiny import PLAIN

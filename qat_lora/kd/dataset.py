@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from qat_lora.backend.rehearsal import SameRows
+from qat_lora.ahead.rehearsal import SameRows
 from qat_lora.data.batches import epoch_order
 from qat_lora.errors import UserError, one_line
 from qat_lora.kd import DRAWS

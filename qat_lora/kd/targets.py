@@ -4,8 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat_lora.backend import compute_dtype, native
-from qat_lora.backend.tiles import HEAD_TILE, tiles
+from qat_lora.backend import compute_dtype
+from qat_lora.kernels.groups import by_group, pick_groups
+from qat_lora.kernels.tiles import tiles
 from qat_lora.models.architecture import hidden_states
 from qat_lora.quant.student import head_of
 
@@ -45,10 +46,10 @@ def _targets(logits: Tensor, k: int, uniforms: Tensor) -> tuple[Tensor, Tensor, 
     if groups * width != vocab:
         logits = F.pad(logits, (0, groups * width - vocab), value=float("-inf"))
     table = logits.view(rows, width, groups)  # token = member · groups + group
-    largest, group_mass = _by_group(table)
+    largest, group_mass = by_group(table)
 
     nearest = largest.topk(min(k, groups), dim=1).indices
-    members = _of_groups(table, nearest)
+    members = pick_groups(table, nearest)
     top, place = members.flatten(1).topk(k, dim=1)
     index = place // nearest.shape[1] * groups + nearest.gather(1, place % nearest.shape[1])
 
@@ -64,7 +65,7 @@ def _targets(logits: Tensor, k: int, uniforms: Tensor) -> tuple[Tensor, Tensor, 
     sought = uniforms * below[:, -1:]
     group = (below.unsqueeze(1) <= sought.unsqueeze(2)).sum(2).clamp(max=groups - 1)
     rest = sought - (below - group_mass).gather(1, group)
-    inside = _of_groups(table, group).sub_(peak.unsqueeze(2)).exp_()
+    inside = pick_groups(table, group).sub_(peak.unsqueeze(2)).exp_()
     member = (inside.cumsum(1) <= rest.unsqueeze(1)).sum(1).clamp(max=width - 1)
     tail = member * groups + group
 
@@ -86,24 +87,3 @@ def _members(vocab: int) -> int:
     wanted = 2 ** (vocab.bit_length() // 2)
     near = [d for d in range(wanted // 4, 4 * wanted) if d and vocab % d == 0]
     return wanted if vocab % wanted == 0 else min(near, key=lambda d: 4 * d / wanted + wanted / d, default=wanted)
-
-
-def _of_groups(table: Tensor, index: Tensor) -> Tensor:
-    """The logits of the groups at index [n, J] in table [n, members, groups], as an fp32 copy [n, members, J]."""
-    found = native.pick_groups(table, index)
-    return table.gather(2, index.unsqueeze(1).expand(-1, table.shape[1], -1)).float() if found is None else found
-
-
-def _by_group(table: Tensor) -> tuple[Tensor, Tensor]:
-    """For logits [n, members, groups], each group's largest logit and Σ e^(logit − the row's largest), both fp32."""
-    rows, width, groups = table.shape
-    largest, mass = (torch.empty(rows, groups, device=table.device) for _ in range(2))
-    if native.by_group(table, largest, mass):
-        return largest, mass
-    parts = tiles(rows, width * groups, table.device, HEAD_TILE)
-    room = torch.empty(parts[0].stop, width, groups, device=table.device)
-    for part in parts:
-        x = room[: part.stop - part.start].copy_(table[part])
-        largest[part] = x.amax(1)
-        mass[part] = x.sub_(largest[part].amax(1)[:, None, None]).exp_().sum(1)
-    return largest, mass

@@ -9,8 +9,8 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from qat_lora.backend import TorchBackend
-from qat_lora.backend.tiles import tiles
 from qat_lora.errors import UserError
+from qat_lora.kernels.tiles import tiles
 from qat_lora.lora.adapter import load_adapter
 from qat_lora.models.architecture import decoder_layers, eager_experts, hidden_states, unwrap
 from qat_lora.models.loading import load_model

@@ -1,7 +1,7 @@
 """The structure of a Hugging Face causal language model. Only this module inspects a model's internals.
 
 The structure is inferred from module types, parameter shapes, the signatures of forward and, as a last resort, names
-and source code; how hidden states become logits is measured (models/head.py). There is no list of model names. If this
+and source code; how hidden states become logits is measured (kernels/head.py). There is no list of model names. If this
 module gets a model wrong, the model is refused (models/check.py), so results always match plain transformers.
 """
 
@@ -65,7 +65,7 @@ def _accepts(kind: type) -> tuple[frozenset[str], bool]:
 
 
 def hidden_states(model: nn.Module, tokens: Tensor, layout: Layout | None = None, cache=None) -> Tensor:
-    """Last hidden states [B, Q, H] of tokens [B, Q], ready for the LM head (models/head.py).
+    """Last hidden states [B, Q, H] of tokens [B, Q], ready for the LM head (kernels/head.py).
 
     layout: which tokens attend to which; None: each row is a single text. cache: the keys and values of the layout's
     earlier tokens. May change the model's attention and expert implementations, and does not restore them.

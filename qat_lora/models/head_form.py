@@ -1,4 +1,4 @@
-"""Measures on a model how its last hidden states become logits: the form of its LM head (`models.head.Head`)."""
+"""Measures on a model how its last hidden states become logits: the form of its LM head (`kernels.head.Head`)."""
 
 from dataclasses import dataclass
 

@@ -1,52 +1,34 @@
-"""RMS norms in one step: the model keeps its modules and parameters, but makes fewer passes over their inputs."""
+"""RMS norms in one step on the CPU: the model keeps its modules and parameters, but makes fewer passes over their
+inputs."""
 
 import copy
 import functools
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm
 
-from qat_lora.backend import native
-from qat_lora.backend.devices import has_norm_kernel
-
-
-class _RmsNorm(torch.autograd.Function):
-    """x·weight/√(mean x² + eps) [..., H] in fp32 (arXiv 1910.07467, equation 4), in a native kernel."""
-
-    @staticmethod
-    def forward(ctx, x, weight, eps):
-        y, r = native.rms_norm(x, weight, eps)
-        ctx.save_for_backward(x, weight, r)
-        return y
-
-    @staticmethod
-    def backward(ctx, grad):
-        of_x, of_weight = native.rms_norm_gradients(grad, *ctx.saved_tensors, ctx.needs_input_grad[1])
-        return of_x, of_weight, None
+from qat_lora.kernels import native
+from qat_lora.kernels.norm import RmsNorm
 
 
 class OneStepNorm:
     """A mixin that `norms_in_one_step` adds to a norm's class. The original norm still runs when no gradient is needed,
     e.g. in evaluation, and for inputs that the kernel does not support, e.g. a gate in addition to x."""
 
-    offset, eps_name, rounds_last = 0.0, "eps", False
+    offset, eps_name = 0.0, "eps"
 
     def forward(self, *given, **named) -> Tensor:
         known = len(given) == 1 and not named and isinstance(given[0], Tensor)
         if not known or not torch.is_grad_enabled() or self._forward_hooks or self._forward_pre_hooks:
             return super().forward(*given, **named)
-        on_gpu = has_norm_kernel(*given, self.weight) and given[0].numel() >= native.SMALLEST
-        if not on_gpu and not native.takes(*given, self.weight):
+        if not native.suits(*given, self.weight):
             return super().forward(*given)
-        weight, eps = self.weight + self.offset if self.offset else self.weight, getattr(self, self.eps_name)
-        if on_gpu:
-            return _fused(given[0], weight, eps, self.rounds_last)
-        return _RmsNorm.apply(*given, weight, eps)
+        weight = self.weight + self.offset if self.offset else self.weight
+        return RmsNorm.apply(*given, weight, getattr(self, self.eps_name))
 
 
 def norms_in_one_step(model: nn.Module) -> nn.Module:
-    """Make a model's RMS norms run in one step when it is trained on the CPU or a GPU. Running each class's own forward
+    """Make a model's RMS norms run in one step when it is trained on the CPU. Running each class's own forward
     shows which modules are RMS norms, and whether the weight is an offset from 1. Returns the model."""
     for module in model.modules():
         if "RMSNorm" in type(module).__name__ and not isinstance(module, OneStepNorm) and (form := _form(module)):
@@ -54,17 +36,8 @@ def norms_in_one_step(model: nn.Module) -> nn.Module:
     return model
 
 
-def _fused(x: Tensor, weight: Tensor, eps: float, rounds_last: bool) -> Tensor:
-    """`_RmsNorm` by torch's own kernel, for x in fp32 or bf16. rounds_last: a bf16 x gives a bf16 result; otherwise the
-    quotient is rounded to bf16 before it is multiplied by the weight."""
-    if rounds_last or x.dtype == torch.float32:
-        return rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
-    return rms_norm(x.float(), weight.shape, None, eps).to(x.dtype) * weight
-
-
-def _form(module: nn.Module) -> tuple[float, str, bool] | None:
-    """(offset, name of eps, whether it rounds last, see `_fused`) if a norm computes exactly
-    x·(offset + weight)/√(mean x² + eps), otherwise None."""
+def _form(module: nn.Module) -> tuple[float, str] | None:
+    """(offset, name of eps) if a norm computes exactly x·(offset + weight)/√(mean x² + eps), otherwise None."""
     names = [name for name in ("eps", "variance_epsilon", "epsilon") if isinstance(getattr(module, name, None), float)]
     parameters = dict(module.named_parameters())
     if len(names) != 1 or parameters.keys() != {"weight"} or parameters["weight"].ndim != 1 or [*module.buffers()]:
@@ -81,11 +54,11 @@ def _form(module: nn.Module) -> tuple[float, str, bool] | None:
         for offset in (0.0, 1.0):
             wanted = plain * (probe.weight + offset)
             if isinstance(found, Tensor) and found.shape == x.shape and torch.allclose(found, wanted, 1e-5, 1e-6):
-                return offset, names[0], probe(x.bfloat16()).dtype == torch.bfloat16
+                return offset, names[0]
     return None
 
 
 @functools.cache
-def _class_of(kind: type, offset: float, eps_name: str, rounds_last: bool) -> type:
-    body = {"offset": offset, "eps_name": eps_name, "rounds_last": rounds_last, "__module__": __name__}
+def _class_of(kind: type, offset: float, eps_name: str) -> type:
+    body = {"offset": offset, "eps_name": eps_name, "__module__": __name__}
     return type(kind.__name__, (OneStepNorm, kind), body)

@@ -7,7 +7,7 @@ from qat_lora.backend import TorchBackend
 from qat_lora.models.architecture import decoder_layers, hidden_states, unwrap
 from qat_lora.quant.blockwise import block_outputs, compensate_block, first_inputs
 from qat_lora.quant.init import initialise, input_moments, set_scale
-from qat_lora.quant.linear import QuantLinear, quantized_layers, unquantized
+from qat_lora.quant.linear import QuantLinear, full_precision, quantized_layers
 from qat_lora.run.console import watched
 
 
@@ -40,7 +40,7 @@ def calibrate(
 def _least_error(student: nn.Module, layers: dict[str, nn.Module], batches: list[dict], backend: TorchBackend) -> None:
     def forward():
         for batch in watched(batches, "calibrating", len(batches)):
-            with backend.autocast(), unquantized(student):
+            with backend.autocast(), full_precision(student):
                 hidden = hidden_states(student, batch["tokens"])
                 if isinstance(head, QuantLinear):
                     for row in hidden:  # the logits of a whole batch may not fit in memory

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from qat_lora.quant.linear import nearest_level
+from qat_lora.kernels.fake_quant import nearest_level
 from qat_lora.quant.spec import QuantSpec
 
 DAMPING = 0.01  # fraction of the mean diagonal added to the diagonal, so that rare inputs do not blow up the inverse

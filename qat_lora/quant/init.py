@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from qat_lora.backend.devices import without_autocast
 from qat_lora.errors import UserError
-from qat_lora.quant.linear import nearest_level, quantized_layers, rows_of
+from qat_lora.kernels.fake_quant import nearest_level
+from qat_lora.quant.linear import quantized_layers, rows_of
 from qat_lora.quant.spec import LOWRANK_INIT_GROUP, QuantSpec
 
 SEARCH = torch.linspace(0.35, 1.05, 29)  # fractions of the absolute-maximum scale tried by the least-error search

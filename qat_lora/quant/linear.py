@@ -6,142 +6,17 @@ parameter.
 
 import functools
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat_lora.backend import compute_dtype, native
+from qat_lora.backend import compute_dtype
 from qat_lora.backend.devices import without_autocast
-from qat_lora.backend.graph import number_like
-from qat_lora.backend.tiles import tiles
+from qat_lora.kernels.fake_quant import FakeQuant, Stored, levels_of, nearest_code, not_zero, stored_scale
 from qat_lora.quant.spec import QuantSpec
 
 SMALLEST_SCALE = 2.0**-13  # half of it is still a normal fp16 number, as GGUF's Q4_0 needs for half-integer levels
-
-
-class FakeQuant(torch.autograd.Function):
-    """Nearest level times scale, with the straight-through gradient of LSQ (arXiv 1902.08153).
-
-    weight [O, G, g] latent; scale broadcastable to it. With x = w/s and q the level nearest to x:
-      output q·s in `dtype`;  ∂/∂w = 1 inside the range, 0 outside;  ∂/∂s = q − x inside, the edge level outside,
-    times gradient_scale. x is inside if rounding it needs no clipping (the edge levels' own cells count as inside).
-    Only weight and scale are saved for the backward pass; x and q are recomputed.
-    """
-
-    @staticmethod
-    def forward(ctx, weight: Tensor, scale: Tensor, spec: QuantSpec, gradient_scale: float, dtype: torch.dtype):
-        ctx.save_for_backward(weight, scale)
-        ctx.spec, ctx.gradient_scale = spec, gradient_scale
-        found = native.quantised(weight, scale, spec.lowest, spec.step, spec.levels, dtype)
-        if found is None:
-            found = in_tiles(lambda w, s: nearest_level(w / s, spec).mul_(s), weight, scale, dtype=dtype)
-        return found
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        weight, scale = ctx.saved_tensors
-        spec = ctx.spec
-
-        def gradients(w: Tensor, s: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-            x = w / s
-            code = (x - spec.lowest).div_(spec.step).round_()
-            clipped = code.clamp(0, spec.levels - 1)
-            inside = code.eq_(clipped)  # in fp32: products with a bool mask take ten times as long on a CPU
-            level = clipped.mul_(spec.step).add_(spec.lowest)
-            g = g.to(w.dtype)
-            return g * inside, _over_groups(level.sub_(x.mul_(inside)).mul_(g), scale.shape)
-
-        found = native.gradients(weight, scale, grad, spec.lowest, spec.step, spec.levels)
-        grad_weight, grad_scale = found or in_tiles(gradients, weight, scale, grad)
-        return grad_weight, grad_scale.sum_to_size(scale.shape) * ctx.gradient_scale, None, None, None
-
-
-class ScaledCodes(torch.autograd.Function):
-    """level[code]·scale in `dtype` for fixed codes [O, G, g]; ∂/∂scale is the level, times gradient_scale.
-
-    Only the codes are saved for the backward pass.
-    """
-
-    @staticmethod
-    def forward(ctx, codes: Tensor, scale: Tensor, spec: QuantSpec, gradient_scale: float, dtype: torch.dtype):
-        ctx.save_for_backward(codes)
-        ctx.spec, ctx.gradient_scale, ctx.shape = spec, gradient_scale, scale.shape
-        return in_tiles(lambda c, s: levels_of(c, spec).mul_(s), codes, scale, dtype=dtype)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        (codes,) = ctx.saved_tensors
-        spec, shape = ctx.spec, ctx.shape
-        grad_scale = in_tiles(lambda c, g: _over_groups(levels_of(c, spec).mul_(g), shape), codes, grad)
-        return None, grad_scale.sum_to_size(shape) * ctx.gradient_scale, None, None, None
-
-
-def in_tiles(function: Callable, *tensors: Tensor, dtype: torch.dtype | None = None) -> Tensor | tuple[Tensor, ...]:
-    """Compute function(*tensors) in tiles of rows that suit the device; returns its tensor or tensors, [O, …], in
-    `dtype` (None: their own).
-
-    tensors [O, …]: the first one sets the tile size; a tensor with a single row is passed to every tile as it is.
-    """
-    count = len(tensors[0])
-    slices = tiles(count, tensors[0][:1].numel(), tensors[0].device)
-    if len(slices) == 1:
-        found = function(*tensors)
-        return _in_type(found, dtype) if isinstance(found, Tensor) else tuple(_in_type(part, dtype) for part in found)
-    step, whole = slices[0].stop, None
-    pieces = [t.split(step) if len(t) == count else [t] * len(slices) for t in tensors]
-    for rows, piece in zip(slices, zip(*pieces)):
-        found = function(*piece)
-        parts = (found,) if isinstance(found, Tensor) else found
-        whole = whole or [part.new_empty(count, *part.shape[1:], dtype=dtype or part.dtype) for part in parts]
-        for tensor, part in zip(whole, parts):
-            tensor[rows] = part
-    return whole[0] if isinstance(found, Tensor) else tuple(whole)
-
-
-def _in_type(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor if dtype is None else tensor.to(dtype)
-
-
-def _over_groups(values: Tensor, shape: torch.Size) -> Tensor:
-    """values [o, G, g], summed over each group if a scale of `shape` has one value per group and row: only these sums
-    are independent of the tiling."""
-    return values.sum(2, keepdim=True) if shape[0] > 1 and shape[2] == 1 else values
-
-
-class Stored(torch.autograd.Function):
-    """A learned scale as it is stored: its magnitude clamped to at least `least`, its sign kept, rounded to fp16. The
-    gradient passes straight through the rounding and is zero where the magnitude was clamped."""
-
-    @staticmethod
-    def forward(ctx, scale: Tensor, least: float = 0.0):
-        ctx.save_for_backward(scale)
-        ctx.least = least
-        found = native.stored(scale, least)
-        return stored_scale(scale, least).to(scale.dtype) if found is None else found
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        (scale,) = ctx.saved_tensors
-        if not ctx.least:
-            return grad, None
-        return torch.where(scale.abs() >= number_like(ctx.least, scale), grad, 0), None
-
-
-def nearest_code(x: Tensor, spec: QuantSpec) -> Tensor:
-    """Codes 0 … 2^bits − 1 (as floats) of the levels nearest to x = weight / scale. Overwrites x."""
-    return x.sub_(spec.lowest).div_(spec.step).round_().clamp_(0, spec.levels - 1)
-
-
-def nearest_level(x: Tensor, spec: QuantSpec) -> Tensor:
-    """The levels nearest to x = weight / scale. Overwrites x."""
-    return nearest_code(x, spec).mul_(spec.step).add_(spec.lowest)
-
-
-def levels_of(codes: Tensor, spec: QuantSpec) -> Tensor:
-    """The fp32 levels of codes."""
-    return codes.to(torch.float32).mul_(spec.step).add_(spec.lowest)
 
 
 class Quantizer(nn.Module):
@@ -185,7 +60,7 @@ class Quantizer(nn.Module):
         a = a / torch.linalg.vector_norm(a, dim=-2, keepdim=True)
         b = b / torch.linalg.vector_norm(b, dim=-1, keepdim=True)
         product = ((a * g.unsqueeze(-2)) @ b).view(-1, 1, self.shape[-1])
-        return _not_zero(product, torch.finfo(a.dtype).tiny ** 0.5)
+        return not_zero(product, torch.finfo(a.dtype).tiny ** 0.5)
 
     def stored(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Each parameter of the scale with its fp16 values as stored in a file."""
@@ -200,25 +75,17 @@ class Quantizer(nn.Module):
         return weight.reshape(-1, in_features // group, group)
 
     def forward(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """W_eff [..., out, in] in `dtype`, differentiable in latent weight and scale, or, once frozen, in the scale
-        only."""
+        """W_eff [..., out, in] in `dtype`, differentiable in latent weight and scale."""
         shared = math.prod(self.shape) // self.scale_values if self.spec.scale != "lowrank" else 1
         gradient_scale = 1 / math.sqrt(shared * self.spec.largest)
         with without_autocast(weight):  # the product A·B of a low-rank scale stays fp32
             scale = self.scale_matrix()
-        if self.codes is not None:
-            return ScaledCodes.apply(self.grouped(self.codes), scale, self.spec, gradient_scale, dtype).view(self.shape)
         return FakeQuant.apply(self.grouped(weight), scale, self.spec, gradient_scale, dtype).view(self.shape)
 
     @property
     def scale_values(self) -> int:
         """The number of values stored for the scale."""
         return math.prod(self.shape[:-2]) * self.spec.scale_values(*self.shape[-2:])
-
-    @property
-    def settled(self) -> bool:
-        """Whether both codes and scale are fixed."""
-        return self.codes is not None and not next(self.parameters()).requires_grad
 
     @torch.no_grad()
     def encode(self, weight: Tensor) -> Tensor:
@@ -229,17 +96,6 @@ class Quantizer(nn.Module):
     def decode(self, codes: Tensor) -> Tensor:
         """W_eff [..., out, in] of codes in fp32, bit-identical to forward's."""
         return levels_of(self.grouped(codes), self.spec).mul_(self.scale_matrix()).view(self.shape)
-
-
-def stored_scale(scale: Tensor, least: float = 0.0) -> Tensor:
-    """The fp16 values of a scale as stored in a file, see `Stored`."""
-    return (_not_zero(scale, least) if least else scale).half()
-
-
-def _not_zero(scale: Tensor, least: float) -> Tensor:
-    """The scale with magnitudes clamped to at least `least`, so that w/s is finite; signs are kept."""
-    below, above = number_like(-least, scale), number_like(least, scale)
-    return torch.where(scale < 0, scale.clamp(max=below), scale.clamp(min=above))
 
 
 class QuantLinear(nn.Linear):
@@ -337,7 +193,7 @@ def effective_weight(module, dtype: torch.dtype | None = None) -> Tensor:
     dtype: dtype of the result if the weight is quantised on the fly (default: autocast's); ignored otherwise.
     """
     quantizer = getattr(module, "quantizer", None)
-    if quantizer is None or not quantizer.enabled or quantizer.settled:
+    if quantizer is None or not quantizer.enabled or quantizer.codes is not None:
         return module.weight
     value = quantizer(rows_of(module), dtype or compute_dtype(module.weight))
     return value.transpose(1, 2) if getattr(module, "transposed", False) else value
@@ -354,12 +210,6 @@ def freeze(module: nn.Module) -> None:
         layer.quantizer.requires_grad_(False)
 
 
-def free_scales(module: nn.Module) -> None:
-    """Make the scales of a frozen `module` trainable again; the codes stay fixed."""
-    for layer in quantized_layers(module).values():
-        layer.quantizer.requires_grad_(True)
-
-
 def quantized_layers(module: nn.Module) -> dict[str, QuantLinear | Shown | ExpertWeight]:
     """Every quantised weight by the name of its layer (for experts, of the parameter); an embedding tied to the head
     counts once, as the head."""
@@ -373,7 +223,7 @@ def quantized_layers(module: nn.Module) -> dict[str, QuantLinear | Shown | Exper
     return {n: m for n, m in layers.items() if not isinstance(m, Shown) or id(m.quantizer) not in heads}
 
 
-class unquantized:
+class full_precision:
     """Context in which the layers below `module` use their latent weights, as in the full-precision network."""
 
     def __init__(self, module: nn.Module):

@@ -4,7 +4,6 @@ import re
 from dataclasses import dataclass
 
 from qat_lora.errors import UserError
-from qat_lora.run.options import current_name
 
 CODEBOOKS = ("balanced", "int", "uniform")
 BITS = (2, 3, 4, 8)
@@ -29,7 +28,7 @@ class QuantSpec:
     size: int = 0
 
     def __post_init__(self):
-        object.__setattr__(self, "codebook", current_name(self.codebook))
+        object.__setattr__(self, "codebook", {"lut": "uniform"}.get(self.codebook, self.codebook))
         if self.codebook not in CODEBOOKS or self.bits not in BITS or self.scale not in ("group", "lowrank", "tensor"):
             raise UserError(
                 f"{self!r} is invalid; use one of codebooks {CODEBOOKS}, bits {BITS}, scales group, lowrank, tensor"

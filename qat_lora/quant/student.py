@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.errors import UserError, first_line
+from qat_lora.kernels.head import Head
 from qat_lora.models.architecture import decoder_layers, matrices, unwrap
-from qat_lora.models.head import Head
 from qat_lora.models.head_form import head_form
 from qat_lora.models.identity import short
 from qat_lora.models.loading import empty_model, load_model, model_fingerprint
@@ -33,7 +33,6 @@ from qat_lora.quant.linear import (
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.run.console import say
 from qat_lora.run.files import write_atomically
-from qat_lora.run.options import current_name
 
 FORMAT = "qat_lora.student.2"
 UNPACKED = 2**20  # codes packed or unpacked at a time, with one byte per bit; a multiple of 8
@@ -49,9 +48,10 @@ class StudentSpec:
     head: str = "none"
 
     def __post_init__(self):
-        for name in ("mlp", "attn", "head"):
-            object.__setattr__(self, name, current_name(getattr(self, name)))
-        if not any([QuantSpec.parse(text) for text in (self.mlp, self.attn, self.head)]):  # a list: parse all three
+        specs = {name: QuantSpec.parse(getattr(self, name)) for name in ("mlp", "attn", "head")}
+        for name, spec in specs.items():
+            object.__setattr__(self, name, str(spec).lower())  # one name for each codebook
+        if not any(specs.values()):
             raise UserError("mlp, attn and head are all none, so nothing would be quantised; set at least one")
 
     def __str__(self):
@@ -285,11 +285,6 @@ def load_student(path: str | Path, model: str | None = None, base: nn.Module | N
     return student, {key: value for key, value in content.items() if key != "tensors"}
 
 
-def reload_student(path: str | Path, student: nn.Module) -> None:
-    """Turn a student, on any device, into the frozen one from a file with the same base model and quantisers."""
-    _fill(student, _read(Path(path)), path)
-
-
 def _check_shapes(student: nn.Module, content: dict, path: str | Path) -> dict[str, nn.Parameter]:
     """The parameters that a file stores directly (all but latent weights); raises UserError unless names and shapes
     match the file's."""
@@ -329,7 +324,7 @@ def empty_student(made: dict) -> nn.Module:
     return student.requires_grad_(False)
 
 
-def unquantised(student: nn.Module) -> nn.Module:
+def plain_model(student: nn.Module) -> nn.Module:
     """Turn a frozen student, in place, into a plain model with the quantised weights."""
     for name, module in list(student.named_modules()):
         if isinstance(module, QuantLinear):

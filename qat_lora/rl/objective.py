@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qat_lora.backend.graph import number_like
 from qat_lora.errors import UserError
+from qat_lora.kernels.lazy import number_like
 from qat_lora.rl import REDUCTIONS, SCALES
 
 EPS = 1e-4  # added to a standard deviation, as in TRL

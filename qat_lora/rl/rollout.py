@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from qat_lora.backend import TorchBackend, compute_dtype
-from qat_lora.backend.graph import number_like
 from qat_lora.errors import UserError, first_line
+from qat_lora.kernels.lazy import number_like
 from qat_lora.models.architecture import (
     cached_states,
     counts_slots,

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qat_lora.backend.group import ALONE, Group
 from qat_lora.errors import UserError, first_line
+from qat_lora.hosts.group import ALONE, Group
 from qat_lora.run.console import say
 from qat_lora.run.files import copy_file, read_json, sha256, write_atomically, writing
 from qat_lora.run.hosts import shared_file

@@ -21,7 +21,7 @@ def write_sums(path: Path, unwritten: dict[str, bytes]) -> None:
 
 def check_files(path: Path, *names: str) -> None:
     """Raise UserError if a file or folder of a finished run has changed since the run wrote it. Files that the run did
-    not have are not checked, nor are runs without checksums (unfinished, or from an earlier version)."""
+    not have are not checked, nor are unfinished runs."""
     if not (path / SUMS).exists():
         return
     for name, wanted in read_json(path / SUMS).items():

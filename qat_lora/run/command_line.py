@@ -306,8 +306,8 @@ def run_script(main: Callable[[Any], None], kind: type, script: str, description
 
 def _tell_peak(script: str, config: Any) -> None:
     """For a dry run on a TPU: print the peak of HBM that the TPU's compiler computes, if libtpu is installed."""
+    from qat_lora.ahead.aot import libtpu_version
     from qat_lora.backend import detect
-    from qat_lora.backend.aot import libtpu_version
 
     if not detect.plans_a_tpu(config.device) and (config.device == "cpu" or not detect.tpu_chips()):
         return

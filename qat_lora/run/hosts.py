@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from qat_lora.backend.group import Group
-from qat_lora.backend.relay import say
 from qat_lora.errors import UserError
+from qat_lora.hosts.group import Group
+from qat_lora.hosts.relay import say
 from qat_lora.run.files import lock, read_json, sha256, write_atomically
 from qat_lora.run.options import RunConfig
 

@@ -6,15 +6,14 @@ and YAML presets, and `check_options` checks them.
 
 import dataclasses
 import math
-import re
 from dataclasses import dataclass, field
 from functools import partial
 from types import NoneType
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from qat_lora.backend.detect import DEVICES
-from qat_lora.backend.relay import Timeouts
 from qat_lora.errors import UserError
+from qat_lora.hosts.relay import Timeouts
 from qat_lora.run.tracking import check_tracker
 
 GROUPS = {
@@ -43,7 +42,7 @@ HELDOUT = {"above": 0, "below": 1, "fix": "use e.g. 0.1"}  # of a held-out share
 
 def option(
     default: Any, help: str, *aliases: str, group: str = "run", identity: bool | str = True,
-    renamed: dict[Any, Any] | None = None, added: bool = False, fix: str = "", **bounds: float,
+    fix: str = "", **bounds: float,
 ) -> Any:  # fmt: skip
     """A field of a script's config; a field of type Literal takes only the listed values.
 
@@ -52,9 +51,6 @@ def option(
     identity: whether the option is part of a run's identity: a run is resumed only with the same value. If it is the
     name of a fact in the manifest ("base"), the fact is compared instead: the option says where an input is,
     the fact identifies its content.
-    renamed: {value that earlier versions wrote into config.yaml: its current name}; a run may be resumed with either.
-    added: the option was introduced after the checksum of config.yaml: a run that recorded no checksum may lack the
-    option, and then used its default.
     bounds: at_least, above, at_most, below. fix: how to fix a value outside them, for the message.
     """
     assert group in GROUPS and bounds.keys() <= {*BOUNDS}, (group, bounds)
@@ -62,7 +58,7 @@ def option(
         default=default,
         metadata={
             "help": help.replace("%", "%%"), "aliases": aliases, "group": group, "identity": identity,
-            "renamed": renamed or {}, "added": added, "bounds": bounds, "fix": fix,
+            "bounds": bounds, "fix": fix,
         },
     )  # fmt: skip
 
@@ -155,12 +151,6 @@ class JobConfig(RunConfig):
     @property
     def timeouts(self) -> Timeouts:
         return Timeouts(self.host_timeout, self.join_timeout)
-
-
-def current_name(value: Any) -> Any:
-    """The value of an option or a fact, with old names replaced: earlier versions called the `uniform`
-    codebook `lut`."""
-    return re.sub(r"\blut(?=\d|$)", "uniform", value) if isinstance(value, str) else value
 
 
 # -- checks ----------------------------------------------------------------------------------------------------------

@@ -8,23 +8,23 @@ from typing import Any
 
 import yaml
 
-from qat_lora.backend import relay
-from qat_lora.backend.group import ALONE, Group
 from qat_lora.errors import UserError, first_line
+from qat_lora.hosts import relay
+from qat_lora.hosts.group import ALONE, Group
 from qat_lora.run.console import say
 from qat_lora.run.files import read_json, sha256
 from qat_lora.run.hosts import agree_on_options, bring_run
-from qat_lora.run.options import JobConfig, RunConfig, current_name
+from qat_lora.run.options import JobConfig, RunConfig
 
+FORMAT = 1  # of a run directory; another is refused
 CONFIG_SUM = "config_sha256"  # in manifest.json
-
-
-DATE, STAMP = "date", "%Y%m%dT%H%M%SZ"
-
-
-def identity(config: RunConfig) -> dict:
-    """The options that determine a run's results: those declared as part of its identity."""
-    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.metadata.get("identity", True)}
+STAMP = "%Y%m%dT%H%M%SZ"
+UPDATE = "batch size × accumulation steps × workers"
+MADE_OF = {
+    "rows_per_update": UPDATE,
+    "prompts_per_update": UPDATE,
+    "layer_rows_per_update": "batch size × workers",
+}  # facts that depend on several options
 
 
 def read_config(path: Path) -> dict:
@@ -137,41 +137,14 @@ def _meant_here(experiment: str, config: RunConfig, group: Group) -> Path | None
 
 def _rows_before(experiment: str, config: RunConfig) -> tuple[int, dict]:
     path = _meant(experiment, config)
-    return (read_json(path / "manifest.json").get("rows_per_update", 0), recorded(path, config)) if path else (0, {})
+    return (read_json(path / "manifest.json").get("rows_per_update", 0), read_config(path)) if path else (0, {})
 
 
 def _may_be(path: Path, config: RunConfig) -> bool:
     """Whether a run may match this config, as far as can be told before its data is read."""
-    was = recorded(path, config)
-    return all(
-        getattr(config, field.name) in _names_of(field, was[field.name])
-        for field in dataclasses.fields(config)
-        if field.metadata.get("identity", True) is True
-    )
-
-
-def recorded(path: Path, config: RunConfig) -> dict:
-    """The options that a run was started with, under their current names; an option that is newer than the run has its
-    default."""
     was = read_config(path)
-    return {field.name: _recorded(was, field) for field in dataclasses.fields(config)}
-
-
-def _recorded(was: dict, field: dataclasses.Field, otherwise: dict | None = None) -> Any:
-    """The value of an option in config.yaml, under its current or an earlier name."""
-    found = [was[name] for name in (field.name, *_earlier_names(field)) if name in was]
-    if not found:
-        return field.default if otherwise is None else otherwise[field.name]
-    return next((value for value in found if value is not None), None)
-
-
-def _earlier_names(field: dataclasses.Field) -> list[str]:
-    return [alias.lstrip("-").replace("-", "_") for alias in field.metadata.get("aliases", ())]
-
-
-def _names_of(field: dataclasses.Field, value: Any) -> list:
-    """A recorded value of an option, and its current name if an earlier version wrote it."""
-    return [value, *(now for before, now in field.metadata.get("renamed", {}).items() if before == value)]
+    fields = [field for field in dataclasses.fields(config) if field.metadata["identity"] is True]
+    return all(field.name in was and getattr(config, field.name) == was[field.name] for field in fields)
 
 
 def now() -> datetime:
@@ -180,15 +153,10 @@ def now() -> datetime:
 
 
 def date_of(manifest: dict, path: Path) -> datetime:
-    """The date that a manifest records for chat templates or, in an older manifest, the start of the run; local time.
-    path: the manifest, for messages. Raises UserError if the date cannot be read."""
+    """The date that a manifest records for chat templates, in local time; the current time if it records none. path:
+    the manifest, for messages. Raises UserError if the date cannot be read."""
     try:
-        if DATE in manifest:
-            return datetime.fromisoformat(manifest[DATE])
-        if "started" in manifest:
-            started = datetime.strptime(manifest["started"], STAMP).replace(tzinfo=UTC)
-            return started.astimezone().replace(tzinfo=None)
-        return now()
+        return datetime.fromisoformat(manifest["date"]) if "date" in manifest else now()
     except (TypeError, ValueError) as error:
         raise UserError(f"{path} is damaged ({first_line(error)}); restore it, or start in another folder") from error
 
@@ -210,8 +178,12 @@ def check_same(path: Path, config: RunConfig, facts: dict) -> dict:
     """The manifest.json of a run; raises UserError if the run's identity differs from that of `config` and `facts`, or
     if its files are damaged."""
     was, manifest = read_config(path), read_json(path / "manifest.json")
-    wanted = manifest.get(CONFIG_SUM)
-    if wanted is not None and sha256(path / "config.yaml") != wanted:
+    if manifest.get("format") != FORMAT:
+        raise UserError(
+            f"{path} is a run of format {manifest.get('format')}, and this version resumes format {FORMAT}; give "
+            "another --output-dir"
+        )
+    if sha256(path / "config.yaml") != manifest.get(CONFIG_SUM):
         raise UserError(f"{path}/config.yaml is damaged (checksum); restore it, or give another --output-dir")
     for name in sorted(facts.keys() & manifest.keys()):  # facts that list files come first: others may follow from them
         there, here = manifest[name], facts[name]
@@ -230,8 +202,8 @@ def _check_option(
 ) -> None:
     """Raise UserError if an option that is part of a run's identity differs from the run's own options, `was`. If
     its identity is a fact, the fact is compared instead."""
-    name, kind, now = field.name, field.metadata.get("identity", True), getattr(config, field.name)
-    before = _recorded(was, field)
+    name, kind, now = field.name, field.metadata["identity"], getattr(config, field.name)
+    before = was.get(name)
     if isinstance(kind, str) and kind in manifest and kind in facts:
         for fact in sorted({kind, f"heldout_{kind}"} & manifest.keys() & facts.keys()):  # the same option decides both
             there, here = str(manifest[fact])[:12], str(facts[fact])[:12]
@@ -241,30 +213,13 @@ def _check_option(
                     f"(manifest.json), {here!r} ({name} {now!r}) here; give the same one, or another --output-dir"
                 )
     elif kind:
-        known = {name, *_earlier_names(field)} & was.keys() or field.metadata["added"]
-        if manifest.get(CONFIG_SUM) is None and not known:
-            raise UserError(
-                f"{path}/config.yaml has no {name}: it is damaged, or of another version; restore it, or give another "
-                "--output-dir"
-            )
-        if current_name(now) not in map(current_name, _names_of(field, before)):
-            flags = f"flags and preset (--config {config.config} here)" if config.config else "flags"
-            _check_equal(path, name, before, now, flags)
-
-
-UPDATE = "batch size × accumulation steps × workers"
-
-
-MADE_OF = {
-    "rows_per_update": UPDATE,
-    "prompts_per_update": UPDATE,
-    "layer_rows_per_update": "batch size × workers",
-}  # facts that depend on several options
+        flags = f"flags and preset (--config {config.config} here)" if config.config else "flags"
+        _check_equal(path, name, before, now, flags)
 
 
 def _check_equal(path: Path, name: str, there: Any, here: Any, flags: str | None = None) -> None:
     """Raise UserError if an option or fact of a run differs from the current one. flags: None for a fact."""
-    if current_name(there) != current_name(here):
+    if there != here:
         where = "there" if flags else "there (manifest.json)"
         of = f" ({MADE_OF[name]})" if name in MADE_OF else ""
         raise UserError(
@@ -276,13 +231,8 @@ def _check_equal(path: Path, name: str, there: Any, here: Any, flags: str | None
 def _changed(path: Path, config: RunConfig) -> dict:
     """The options that differ from those the run was started with, except those that every script has."""
     was, own = read_config(path), {field.name for field in dataclasses.fields(JobConfig)} - {"num_chips"}
-    fields = [field for field in dataclasses.fields(config) if field.name not in own]
-    now = {field.name: getattr(config, field.name) for field in fields}
-    return {
-        field.name: now[field.name]
-        for field in fields
-        if now[field.name] not in _names_of(field, _recorded(was, field, now))
-    }
+    now = {name: value for name, value in dataclasses.asdict(config).items() if name not in own}
+    return {name: value for name, value in now.items() if value != was.get(name)}
 
 
 def _stamp() -> str:

@@ -13,15 +13,15 @@ from typing import BinaryIO
 
 import yaml
 
-from qat_lora.backend.git import git_state
-from qat_lora.backend.group import ALONE, Group
 from qat_lora.errors import STOPS, UserError, first_line
+from qat_lora.hosts.git import git_state
+from qat_lora.hosts.group import ALONE, Group
 from qat_lora.run.checksums import write_sums
 from qat_lora.run.console import attempt, say
 from qat_lora.run.files import as_json, lock, write_atomically, write_json, writing
 from qat_lora.run.hosts import agree_on_facts
 from qat_lora.run.options import RunConfig
-from qat_lora.run.resuming import CONFIG_SUM, _changed, _resumed_path, _stamp, _status, check_same
+from qat_lora.run.resuming import CONFIG_SUM, FORMAT, _changed, _resumed_path, _stamp, _status, check_same
 from qat_lora.run.tracking import open_tracker
 
 PACKAGES = ("torch", "torch_xla", "transformers", "peft", "datasets", "safetensors", "numpy")
@@ -161,6 +161,7 @@ def _open(experiment: str, config: RunConfig, facts: dict) -> Run:
     write_json(
         path / "manifest.json",
         {
+            "format": FORMAT,
             "experiment": experiment,
             "started": _stamp(),
             "argv": sys.argv,

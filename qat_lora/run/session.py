@@ -1,7 +1,6 @@
 """What happens between the steps of a training loop: record, evaluate, save, stop."""
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,8 +10,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from qat_lora.backend import TorchBackend
-from qat_lora.backend.group import SIGTERM, notice_sigterm
 from qat_lora.errors import STOPS, UserError, first_line
+from qat_lora.hosts.group import SIGTERM, notice_sigterm
 from qat_lora.run.checkpoint import KEEP, load_checkpoint, restore_files, save_checkpoint
 from qat_lora.run.console import PAUSE, say, time_left
 from qat_lora.run.metrics import Metric, Ratio, Value, line_of, parts_of
@@ -148,18 +147,7 @@ class Session:
         """Restore the run's files to their state at the checkpoint or, without a checkpoint, at the start of the
         run."""
         meta = self.resumed[2] if self.resumed else {"files": {}, "step": 0}
-        if "files" in meta:
-            restore_files(self.run.path, meta["files"], self.files, meta["step"])
-            return
-        size, path = meta["metrics_size"], self.run.metrics_path  # a checkpoint of an earlier version
-        there = path.stat().st_size if path.exists() else 0
-        if there < size:
-            raise UserError(
-                f"{path} is shorter than at the last checkpoint, so its best figure may be missing; restore it, or "
-                "start again with another --output-dir"
-            )
-        if there:
-            os.truncate(path, size)
+        restore_files(self.run.path, meta["files"], self.files, meta["step"])
 
     def _restore(self, stage: str, total: int, load) -> int:
         """The first step to run: 1, the step after the checkpoint, or total + 1 for a stage that is done."""

@@ -2,7 +2,6 @@
 
 import ctypes
 import dataclasses
-import importlib.util
 import json
 import math
 import os
@@ -12,16 +11,11 @@ import sys
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from qat_lora.backend.aot import CHIPS, DETECTED, Chip, Compiled, Compiler, Graph, NotCompiled
-from qat_lora.errors import ROOT, UserError, load_package
-from qat_lora.run.command_line import parse
+from qat_lora.ahead.aot import CHIPS, DETECTED, Chip, Compiled, Compiler, Graph, NotCompiled
+from qat_lora.errors import ROOT, load_package
 from qat_lora.run.console import say
-
-PROGRAMS = {path.stem: path for path in sorted((ROOT / "scripts").glob("*.py"))}
 
 
 @dataclass(frozen=True)
@@ -68,32 +62,11 @@ class Phase:
         return sum(found.roofline(chip) * count for found, count in zip(self.results, self.counts.values()))
 
 
-def load_script(name: str) -> ModuleType:
-    """A training script as a module, without running it. Raises UserError if it does not define `rehearse`."""
-    name = Path(name).stem
-    known = [each for each, path in PROGRAMS.items() if "def rehearse(" in path.read_text()]
-    if name not in known:
-        why = "cannot be compiled for a TPU" if name in PROGRAMS else "is not a script"
-        raise UserError(f"{name} {why}; give one of {', '.join(known)}")
-    spec = importlib.util.spec_from_file_location(name, PROGRAMS[name])
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def read_options(module: ModuleType, words: list[str], chips: int | None) -> Any:
-    """The script's options, with `chips` workers if given."""
-    config = parse(module.Config, module.__name__, words)
-    if chips is not None and hasattr(config, "num_chips"):
-        config = dataclasses.replace(config, num_chips=chips)
-    return config
-
-
 def record(rehearse, config, chips: int):
     """The backend that holds the graphs of every phase of a run. Runs in this process, on torch_xla's CPU device."""
     os.environ["PJRT_DEVICE"] = "CPU"
     load_package("torch_xla", "recording the graphs of a TPU")
-    from qat_lora.backend.recording import RecordingBackend
+    from qat_lora.ahead.recording import RecordingBackend
 
     backend = RecordingBackend("bf16" if config.precision == "auto" else config.precision, chips)
     backend.estimate = rehearse(config, backend)
@@ -176,7 +149,7 @@ def planned_peak(script: str, config: Any, chips: list[str]) -> str:
     chip = next(name for name in names if name in CHIPS)
     given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.name != "debug"}
     words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value not in (None, "")]
-    command = [sys.executable, PROGRAMS["compile_for_tpu"], script, *words, "--chip", chip, "--json"]
+    command = [sys.executable, ROOT / "scripts" / "compile_for_tpu.py", script, *words, "--chip", chip, "--json"]
     environment = {name: value for name, value in os.environ.items() if name != "PJRT_DEVICE"}
     end_with_this = partial(ctypes.CDLL(None).prctl, 1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when this process ends
     with subprocess.Popen(

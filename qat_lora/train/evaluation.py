@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from qat_lora.backend import TorchBackend, compute_dtype
-from qat_lora.backend.tiles import tiles
 from qat_lora.data.packing import window_starts, windowed
 from qat_lora.errors import UserError
+from qat_lora.kernels.tiles import tiles
 from qat_lora.models.architecture import hidden_states
 from qat_lora.quant.student import head_of
 from qat_lora.run.console import watched

@@ -4,9 +4,14 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.backend import compute_dtype
-from qat_lora.backend.devices import on_host, without_autocast
+from qat_lora.backend.devices import is_lazy, on_host, without_autocast
+from qat_lora.kernels.head import Head
+from qat_lora.kernels.head_softmax import HeadSoftmax
+from qat_lora.kernels.one_pass import OnePass
+from qat_lora.kernels.target_rows import TargetRows
+from qat_lora.kernels.tiles import strips_at_once
+from qat_lora.kernels.two_passes import TwoPasses
 from qat_lora.models.architecture import hidden_states
-from qat_lora.models.head import Head, Strips
 from qat_lora.quant.student import head_of
 
 
@@ -40,18 +45,31 @@ def sparse_loss(
     )  # fmt: skip
 
 
+def softmax_of(
+    hidden: Tensor, head: Head, index: Tensor, dtype: torch.dtype, temperature: float = 1.0, trained: bool = False
+) -> HeadSoftmax:
+    """The softmax of a head at `index` by the algorithm that suits the device. trained: whether the gradients of the
+    head's own weights are needed, too."""
+    if on_host(hidden):
+        one_strip = len(strips_at_once(len(hidden), len(head.weight), dtype)[1]) == 1  # then no product is repeated
+        kind = TwoPasses if trained or one_strip else OnePass
+    else:
+        kind = TargetRows if is_lazy(hidden) and not trained and TargetRows.suits(head, index) else HeadSoftmax
+    return kind(hidden, head, index, dtype, temperature)
+
+
 class _SparseLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, table, bias, head, index, prob, weight, dtype, with_grad):
         with without_autocast(hidden):
-            strips = Strips(hidden, head, index, dtype)
+            softmax = softmax_of(hidden, head, index, dtype, trained=any(ctx.needs_input_grad[1:3]))
             mass, taken = (weight * prob.sum(1)).unsqueeze(1), weight.unsqueeze(1) * prob
             if with_grad:
-                ctx.save_for_backward(*strips.gradients(mass, taken, ctx.needs_input_grad[1:3]))
+                ctx.save_for_backward(*softmax.gradients(mass, taken, ctx.needs_input_grad[1:3]))
             else:
-                strips.normalise()
+                softmax.normalise()
         ctx.types = [None if tensor is None else tensor.dtype for tensor in (hidden, table, bias)]
-        return (mass * strips.z.log()).sum() - (taken * strips.chosen).sum()
+        return (mass * softmax.z.log()).sum() - (taken * softmax.chosen).sum()
 
     @staticmethod
     def backward(ctx, grad):
@@ -67,8 +85,8 @@ def _times(tensor: Tensor, factor: Tensor) -> Tensor:
 def log_probs_at(hidden: Tensor, head: Head | Tensor, index: Tensor) -> Tensor:
     """log softmax(logits)[index] [..., J], without gradients: hidden [..., H], index [..., J]."""
     with torch.no_grad(), without_autocast(hidden):
-        strips = Strips(hidden.flatten(0, -2), Head.of(head), index.flatten(0, -2), compute_dtype(hidden))
-        return strips.normalise().log_probs.view(index.shape)
+        softmax = softmax_of(hidden.flatten(0, -2), Head.of(head), index.flatten(0, -2), compute_dtype(hidden))
+        return softmax.normalise().log_probs.view(index.shape)
 
 
 def token_log_probs(hidden: Tensor, head: Head | Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
@@ -90,22 +108,22 @@ class _TokenLogProb(torch.autograd.Function):
     def forward(ctx, hidden, table, bias, head, tokens, temperature, dtype, with_grad):
         trained = with_grad and any(ctx.needs_input_grad[1:3])
         with without_autocast(hidden):
-            strips = Strips(hidden, head, tokens.unsqueeze(1), dtype, temperature)
+            softmax = softmax_of(hidden, head, tokens.unsqueeze(1), dtype, temperature, trained)
             if with_grad and not trained:
-                minus = -torch.ones_like(strips.chosen)
-                ctx.back, *_ = strips.gradients(minus, minus, (False, False))
+                minus = -torch.ones_like(softmax.chosen)
+                ctx.back, *_ = softmax.gradients(minus, minus, (False, False))
             else:
-                strips.normalise()
-        ctx.strips = strips if trained else None
+                softmax.normalise()
+        ctx.softmax = softmax if trained else None
         ctx.trained, ctx.types = trained, [None if t is None else t.dtype for t in (hidden, table, bias)]
-        return strips.log_probs.squeeze(1)
+        return softmax.log_probs.squeeze(1)
 
     @staticmethod
     def backward(ctx, grad):
         if ctx.trained:
             with without_autocast(grad):
                 minus = -grad.float().unsqueeze(1)
-                grads = ctx.strips.gradients(minus, minus, ctx.needs_input_grad[1:3])
+                grads = ctx.softmax.gradients(minus, minus, ctx.needs_input_grad[1:3])
         else:
             grads = ctx.back * grad.unsqueeze(1), None, None
         return *(None if g is None else g.to(kind) for g, kind in zip(grads, ctx.types)), *(None,) * 5

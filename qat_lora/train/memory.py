@@ -3,9 +3,9 @@ starts (`qat_lora.backend.machine.check_memory`). language_memory.py computes th
 imports no transformers."""
 
 from qat_lora.backend import TorchBackend
-from qat_lora.backend.environment import read_place
 from qat_lora.backend.machine import check_memory
-from qat_lora.backend.tiles import XLA_HEAD_BYTES
+from qat_lora.hosts.environment import read_place
+from qat_lora.kernels.tiles import XLA_HEAD_BYTES
 
 ADAM = 16  # bytes per trained fp32 weight, with its gradient and two moments
 PROGRAM = "interpreter and libraries"

@@ -28,7 +28,7 @@ class LoopOptions(RunConfig):
 
     learning_rate: float = opt.training(5e-4, "peak learning rate", **opt.RATE)
     clip_grad_norm: float = opt.training(
-        1.0, "clip the global gradient norm to this; 0 does not clip", at_least=0, at_most=opt.LARGEST, added=True
+        1.0, "clip the global gradient norm to this; 0 does not clip", at_least=0, at_most=opt.LARGEST
     )
     eval_every: int = opt.run(
         100, "updates between evaluations; 0 evaluates only before and after training", at_least=0

@@ -5,7 +5,6 @@ import xla_results
 
 pytestmark = pytest.mark.xla
 LIMITS = {  # relative and absolute
-    "xla_qat.scales": (1e-5, 0),
     "xla_qat.recovery": (1e-5, 0),
     "xla_qat.layers": (1e-4, 0),
     "xla_legal.checkpointed": (1e-3, 0),

@@ -25,7 +25,7 @@ def devices(count: int, *arguments) -> subprocess.CompletedProcess:
             [sys.executable, Path(__file__).with_name("xla_workers.py"), str(count), *map(str, arguments)],
             env=os.environ | {
                 "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(count), "XLA_THREAD_POOL_SIZE": "8", "XLA_FLAGS": QUICK,
-                "MASTER_PORT": str(free_port()),
+                "MASTER_PORT": str(free_port()), "PYTHONPATH": str(Path(__file__).parents[1]),
             },
             capture_output=True, text=True, timeout=PATIENCE,
         )  # fmt: skip

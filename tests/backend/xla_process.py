@@ -23,10 +23,10 @@ import torch_xla.debug.metrics as met
 
 import qat_lora
 from qat_lora.backend import TorchBackend, open_backend
-from qat_lora.backend.group import SIGTERM
-from qat_lora.backend.launch import Job
-from qat_lora.backend.relay import Timeouts
 from qat_lora.backend.xla import XlaWorker
+from qat_lora.hosts.group import SIGTERM
+from qat_lora.hosts.launch import Job
+from qat_lora.hosts.relay import Timeouts
 from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session
 
@@ -83,7 +83,7 @@ def executed() -> int:
 def sigterm() -> dict:
     """Whether a process that unpickles a TPU worker notices SIGTERM in its main thread."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    pickle.loads(pickle.dumps(XlaWorker(Job(print, (), "xla", "fp32", False, Timeouts()), 2)))
+    pickle.loads(pickle.dumps(XlaWorker(Job(print, False, Timeouts()))))
     os.kill(os.getpid(), signal.SIGTERM)
     return {"noticed": SIGTERM.is_set()}
 

@@ -18,16 +18,16 @@ from qat_lora.experiments.musclebob.validation import BobSampler
 from qat_lora.kd.evaluation import heldout_figures
 from qat_lora.kd.targets import teacher_targets
 from qat_lora.kd.training import QATPlan, kd_loss, train_qat
+from qat_lora.kernels.head import Head
 from qat_lora.layer_qat import LayerPlan, train_layers
 from qat_lora.lora.adapter import save_adapter
 from qat_lora.lora.add import add_adapter
 from qat_lora.lora.recovery import Anchor, train_recovery_lora
 from qat_lora.models.architecture import decoder_layers
-from qat_lora.models.head import Head
 from qat_lora.models.loading import load_model, load_tokenizer
 from qat_lora.quant.blockwise import compensate_block, first_inputs
 from qat_lora.quant.init import initialise
-from qat_lora.quant.linear import QuantLinear, free_scales, freeze, parameter_groups, quantized_layers
+from qat_lora.quant.linear import QuantLinear, parameter_groups, quantized_layers
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import StudentSpec
 from qat_lora.rl.grpo import GRPOPlan, PromptDataset, roll_out
@@ -90,19 +90,6 @@ def qat() -> dict:
         train_qat(student, data, plan, session, lambda step, model: heldout_figures(model, data, backend, 2, 5))
 
     return on_both("qat", train, Every(log=1, evaluate=3, save=2))
-
-
-def scales() -> dict:
-    """The scales stage on its own, on a frozen student."""
-
-    def train(backend, session) -> None:
-        student, data = make_student(backend), Cached(10)
-        freeze(student)
-        free_scales(student.requires_grad_(False))
-        plan = QATPlan(4, 2, 1, 3e-3, 1, 1.0, seed=0, scale_learning_rate=1e-3)
-        train_qat(student, data, plan, session, lambda _, model: heldout_figures(model, data, backend, 2, 5), "scales")
-
-    return on_both("scales", train, Every(log=1, evaluate=2, save=2))
 
 
 def recovery() -> dict:

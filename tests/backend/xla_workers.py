@@ -19,7 +19,7 @@ import torch_xla.debug.metrics as met
 import worker_checks
 import worker_training
 
-from qat_lora.backend.launch import launch
+from qat_lora.backend.opening import launch
 
 COUNT, MODE, MODEL, CACHE, OUT = int(sys.argv[1]), *sys.argv[2:5], Path(sys.argv[5])
 _marker, _turn, _everyone = torch_xla._XLAC._xla_step_marker, threading.Lock(), threading.Barrier(COUNT)

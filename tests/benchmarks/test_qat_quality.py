@@ -84,15 +84,15 @@ def measure(load_script, sharp_model_dir, tmp_path, monkeypatch):
 
 
 def test_our_methods_from_text_to_report(measure, tmp_path):
-    rows = measure("mse,efficientqat,loftq,ours")
+    rows = measure("mse,loftq,ours")
     kl = {f"{row['method']} {row['stage']}": row["text"]["kl"] for row in rows}
-    stages = ["layers", "qat", "scales", "adapter"]
-    assert list(kl) == ["mse mse", "efficientqat scales", "loftq adapter", *(f"ours {stage}" for stage in stages)]
+    stages = ["layers", "qat", "adapter"]
+    assert list(kl) == ["mse mse", "loftq adapter", *(f"ours {stage}" for stage in stages)]
     assert all(0 < value < 20 for value in kl.values()) and kl["ours adapter"] < kl["mse mse"]
     bits = dict(zip(kl, (row["bits"] for row in rows)))
-    assert bits["mse mse"] == bits["ours scales"] == 2.25 and bits["ours adapter"] == bits["loftq adapter"] > 2.25
+    assert bits["mse mse"] == bits["ours qat"] == 2.25 and bits["ours adapter"] == bits["loftq adapter"] > 2.25
     assert "| ours: adapter |" in (tmp_path / "out" / "report.md").read_text()
-    assert measure("mse,efficientqat,loftq,ours") == rows, "the same command again has nothing left to do"
+    assert measure("mse,loftq,ours") == rows, "the same command again has nothing left to do"
 
 
 @pytest.mark.peer

@@ -197,7 +197,6 @@ def replace(folder: Path, data: bytes, name: str) -> None:
 
 PICKLES = {
     "trainer.pt": (hostile_trainer, tuple(s.name for s in SUBJECTS if s.script != "build_kd_cache")),
-    "endtoend.pt": (partial(hostile_file, name="endtoend.pt"), ("QAT",)),
     "student.pt": (partial(replace, name="student.pt"), ("recovery, KD", "recovery, SFT")),
     "best.pt": (partial(replace, name="qat/best.pt"), ("export, GGUF", "report", "completions", "perplexity")),
     "base.pt": (partial(replace, name="law4/base.pt"), ("legal assistant, int4",)),
@@ -219,7 +218,7 @@ def hostile_trials(bench: Bench) -> Iterator[Trial]:
 def hostile(bench: Bench, folder: Path, trial: Trial, name: str, zipped: bool) -> str:
     """The pickle must never be run, and must be refused by name."""
     subject = BY_NAME[trial.subject]
-    if name in ("trainer.pt", "endtoend.pt"):
+    if name == "trainer.pt":
         shutil.copytree(bench.interrupted(subject, subject.late), folder)
     else:
         bench.prepare(subject, folder)

@@ -12,22 +12,23 @@ import pytest
 import torch
 from patience import PATIENCE
 
-from qat_lora.backend import TorchBackend, native
+from qat_lora.backend import TorchBackend
 from qat_lora.errors import ROOT
 from qat_lora.hardware import checks, jobs
-from qat_lora.hardware.checks import Failed, Place
+from qat_lora.hardware.checks import Failed, Machine
 from qat_lora.hardware.experiments import SCRIPTS
 from qat_lora.hardware.kernels import check_kernels
 from qat_lora.hardware.place import Skipped
 from qat_lora.hardware.runner import Runner
+from qat_lora.kernels import native
 from qat_lora.train import losses, optimizer
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Place:
+def place(tmp_path_factory) -> Machine:
     folder = tmp_path_factory.mktemp("hardware")
     (folder / "logs").mkdir()
-    return Place(folder, "cpu", "tiny")
+    return Machine(folder, "cpu", "tiny")
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -114,7 +115,7 @@ def test_a_worker_that_does_not_reduce_is_found(place, monkeypatch, tmp_path):
     monkeypatch.setattr(jobs, "STEPS", 20)
     jobs.uninterrupted(place)
     code = """
-        from qat_lora.backend.torch import TorchBackend
+        from qat_lora.backend.eager import TorchBackend
         reduce = TorchBackend._reduce
         def own(self, tensors):
             kept = [tensor.clone() for tensor in tensors]

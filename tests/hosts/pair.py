@@ -14,7 +14,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from qat_lora.backend.environment import LAUNCH
+from qat_lora.hosts.environment import LAUNCH
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000  # <sched.h>
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from qat_lora.backend import tiles
 from qat_lora.kd.targets import _targets, teacher_targets
+from qat_lora.kernels import tiles
 from qat_lora.models.loading import load_model
 
 pytestmark = pytest.mark.usefixtures("kernels")

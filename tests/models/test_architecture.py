@@ -6,12 +6,13 @@ import torch.nn.functional as F
 import transformers as tf
 from torch import nn
 
-from qat_lora.backend import TorchBackend, tiles
+from qat_lora.backend import TorchBackend
 from qat_lora.errors import UserError
+from qat_lora.kernels import tiles
+from qat_lora.kernels.head import Head
 from qat_lora.models.architecture import decoder_layers, hidden_states, is_recurrent, matrices, packs, part_of
 from qat_lora.models.attention import Layout
 from qat_lora.models.check import check
-from qat_lora.models.head import Head
 from qat_lora.models.head_form import HeadForm, head_form
 from qat_lora.quant.blockwise import block_outputs, check_blocks, first_inputs
 from qat_lora.quant.student import StudentSpec, head_of, quantize

@@ -14,7 +14,7 @@ from qat_lora.models.loading import load_model
 from qat_lora.quant.blockwise import block_outputs, compensate_block, first_inputs
 from qat_lora.quant.calibration import calibrate as start
 from qat_lora.quant.init import initialise, set_scale
-from qat_lora.quant.linear import quantized_layers, unquantized
+from qat_lora.quant.linear import full_precision, quantized_layers
 from qat_lora.quant.student import StudentSpec, quantize
 
 
@@ -50,7 +50,7 @@ def test_a_block_is_compensated_on_the_outputs_of_quantised_blocks(new_student, 
     first, second = decoder_layers(student)
     inputs, calls = first_inputs(student, calibration, backend)
     for name, block in (("quantised", first), ("full", decoder_layers(new_student())[0])):
-        with contextlib.nullcontext() if name == "quantised" else unquantized(block):
+        with contextlib.nullcontext() if name == "quantised" else full_precision(block):
             reached = block_outputs(block, inputs, calls.block(0), backend)
         by_hand[name] = decoder_layers(new_student())[1]
         initialise(by_hand[name], search=False)

@@ -11,7 +11,15 @@ from students import student_of
 from qat_lora.errors import UserError
 from qat_lora.models.experts import STATIC
 from qat_lora.quant.init import set_scale
-from qat_lora.quant.linear import ExpertWeight, Quantizer, QuantLinear, freeze, quantized_layers, rows_of, unquantized
+from qat_lora.quant.linear import (
+    ExpertWeight,
+    Quantizer,
+    QuantLinear,
+    freeze,
+    full_precision,
+    quantized_layers,
+    rows_of,
+)
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import StudentSpec, bits_per_weight, quantize, student_content, thaw
 
@@ -62,7 +70,7 @@ def test_the_forward_pass_uses_quantised_experts(kind, spec):
     """The same outputs as a model with replaced weights; without quantisers, as the original model."""
     student, plain = quantised(kind, spec), make(kind)
     with torch.no_grad():
-        with unquantized(student):
+        with full_precision(student):
             assert torch.equal(student(TOKENS).logits, plain(TOKENS).logits)
         for name, layer in quantized_layers(student).items():
             owner, _, leaf = name.rpartition(".")

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from qat_lora.quant.init import initialise
-from qat_lora.quant.linear import SMALLEST_SCALE, QuantLinear, effective_weight, freeze, unquantized
+from qat_lora.quant.linear import SMALLEST_SCALE, QuantLinear, effective_weight, freeze, full_precision
 from qat_lora.quant.spec import QuantSpec
 
 SPECS = [f"{c}{b}/{s}" for c in ("balanced", "int", "lut") for b in (2, 3, 4, 8) for s in ("g16", "r3", "tensor")]
@@ -132,10 +132,10 @@ def test_unquantized_uses_the_latent_weight_and_ends_on_an_error():
     layer = layer_of("balanced2/g16")
     x = torch.randn(2, 64)
     quantised = layer(x)
-    with unquantized(layer):
+    with full_precision(layer):
         assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
     assert torch.equal(layer(x), quantised) and not torch.equal(quantised, F.linear(x, layer.weight, layer.bias))
-    with pytest.raises(KeyError), unquantized(layer):
+    with pytest.raises(KeyError), full_precision(layer):
         raise KeyError
     assert torch.equal(layer(x), quantised)
 

@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,7 @@ from toy_runs import Config, config, opened, refusal
 from qat_lora.errors import UserError
 from qat_lora.run.checksums import check_files
 from qat_lora.run.console import attempt
-from qat_lora.run.options import option
-from qat_lora.run.resuming import identity, read_config
+from qat_lora.run.resuming import read_config
 from qat_lora.run.rundir import Run, open_run
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -38,22 +36,6 @@ def test_the_default_path_has_time_preset_seed_and_commit(here, clock):
     run = open_run("toy", Config(config="presets/q2.yaml", seed=3), {})
     assert str(run.path) == "runs/toy/20260101T000000Z-q2-s3-abc1234"
     assert open_run("toy", Config(), {}).path.name.endswith("-default-s0-abc1234")
-
-
-def test_identity_leaves_out_options_that_change_no_number():
-    assert identity(config(device="xla", resume="auto", log_every=1)) == identity(Config())
-    assert identity(config(seed=1)) != identity(Config())
-
-
-def test_an_option_newer_than_the_run_has_its_default():
-    @dataclass(frozen=True, kw_only=True)
-    class Later(Config):
-        decay: float = option(0.0, "new")
-
-    opened()
-    assert open_run("toy", Later(output_dir="run", resume="auto"), {}).resumed
-    with pytest.raises(UserError, match=r"decay is 0\.0 there, 0\.5 here"):
-        open_run("toy", Later(output_dir="run", resume="auto", decay=0.5), {})
 
 
 def test_finish_writes_the_summary():

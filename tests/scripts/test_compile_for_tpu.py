@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from qat_lora.backend import aot
-from qat_lora.backend.aot import CHIPS, too_large
+from qat_lora.ahead import aot
+from qat_lora.ahead.aot import CHIPS, too_large
 from qat_lora.errors import ROOT, UserError
 
 SMALL = ["--config", "tiny", "--puzzle", "maze9", "--global-batch-size", "8", "--hidden-size", "32"]

@@ -128,19 +128,6 @@ def test_recovery_trains_on_text_too(recover, tmp_path, mode):
     assert (tmp_path / "run" / "adapter" / "adapter_config.json").is_file()
 
 
-def test_scales_train_from_the_best_state_and_resume_to_the_same_bits(train_qat, tmp_path):
-    flags = [*SHORT, "--init", "rtn", "--max-steps", 2, "--scale-steps", 2, "--eval-every", 1, "--save-every", 1]
-    whole, died = tmp_path / "whole", tmp_path / "died"
-    train_qat(whole, *flags)
-    assert curve(whole, "heldout_kl", "scales")[0] == min(curve(whole, "heldout_kl", "qat"))
-    before, after = (load_file(whole / "checkpoints" / f"step_{step}" / "model.safetensors") for step in (3, 4))
-    assert all(".quantizer." in name for name in after), "codes and norms are not trained"
-    assert any(not torch.equal(before[name], after[name]) for name in after)
-    train_qat(died, *flags, death=kill(RECORD, 4))
-    train_qat(died, *flags)
-    assert_same_end(died, whole, "best.pt", "endtoend.pt")
-
-
 # -- killed at any moment, then --resume auto ------------------------------------------------------------------------
 def test_qat_killed_again_and_again_resumes_to_the_same_bits(train_qat, pipeline, tmp_path):
     run, whole = tmp_path / "run", pipeline / "qat"

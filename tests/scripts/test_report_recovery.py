@@ -8,12 +8,12 @@ from small import CPU
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, sharp_model_dir, run):
-    """A cache, a QAT run with layer-wise and scales stages, and a recovery run on top, all of a tiny model."""
+    """A cache, a QAT run with a layer-wise stage, and a recovery run on top, all of a tiny model."""
     folder = tmp_path_factory.mktemp("report")
     model, cache = ["--model", sharp_model_dir], ["--cache-dir", folder / "cache", *CPU]
     small = ["--max-steps", 2, "--eval-rows", 4]
     run("build_kd_cache", *model, *cache, "--length", 32, "--max-rows", 80)
-    stages = ["--layer-steps", 2, "--layer-rows", 8, "--scale-steps", 2]
+    stages = ["--layer-steps", 2, "--layer-rows", 8]
     run("train_qat", *model, *cache, "--output-dir", folder / "qat", *small, "--max-steps", 4, *stages)
     student = ["--checkpoint", folder / "qat/best.pt"]
     run("train_recovery_lora", *student, *cache, "--output-dir", folder / "recovery", *small)
@@ -30,7 +30,7 @@ def test_the_report_has_every_stage_with_its_figures_and_pictures(runs, own, run
     text = (runs / "report.md").read_text()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
     figures = {row[0]: row[1:] for row in rows[2:]}
-    assert list(figures) == ["teacher", "round-to-nearest", "layer-wise", "QAT", "+ scales", "+ LoRA"]
+    assert list(figures) == ["teacher", "round-to-nearest", "layer-wise", "QAT", "+ LoRA"]
     assert float(figures["teacher"][1]) == pytest.approx(0, abs=1e-4) and float(figures["teacher"][2]) == 16
     assert float(figures["round-to-nearest"][1]) > float(figures["layer-wise"][1]) > 0
     assert float(figures["+ LoRA"][2]) > float(figures["QAT"][2]) == 2.5

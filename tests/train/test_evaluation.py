@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from students import student_of
 
-from qat_lora.backend import tiles
 from qat_lora.errors import UserError
 from qat_lora.kd.evaluation import heldout_figures
 from qat_lora.kd.training import kd_loss
+from qat_lora.kernels import tiles
 from qat_lora.models.loading import load_model
 from qat_lora.quant.student import StudentSpec
 from qat_lora.train.evaluation import heldout_nll, text_figures, windows

@@ -7,12 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qat_lora.backend import tiles
-from qat_lora.backend.graph import spread
 from qat_lora.kd.targets import _targets
 from qat_lora.kd.training import kd_soft_ce
-from qat_lora.models import head as head_module
-from qat_lora.models.head import Head
+from qat_lora.kernels import tiles
+from qat_lora.kernels.head import Head
+from qat_lora.kernels.lazy import spread
 from qat_lora.train.loop import restore
 from qat_lora.train.losses import log_probs_at, sparse_loss, token_log_probs
 
@@ -122,14 +121,13 @@ def in_strips(monkeypatch):
     def set_sizes(positions: int, tokens: int) -> None:
         monkeypatch.setattr(tiles, "POSITIONS", positions)
         monkeypatch.setattr(tiles, "STRIP_BYTES", 4 * positions * tokens)
-        monkeypatch.setattr(head_module, "HEAD_TILE", 2 * tokens)
 
     return set_sizes
 
 
 def test_strips_cover_everything_within_the_limits(in_strips):
     in_strips(5, 7)
-    blocks, columns = tiles.strips_at_once(12, 23, torch.float32, torch.device("cpu"))
+    blocks, columns = tiles.strips_at_once(12, 23, torch.float32)
     assert [i for s in blocks for i in range(12)[s]] == list(range(12)) and max(s.stop - s.start for s in blocks) <= 5
     assert [i for s in columns for i in range(23)[s]] == list(range(23)) and max(s.stop - s.start for s in columns) <= 8
     assert len(tiles.rows_at_once(12, 10**9, torch.float32, torch.device("cpu"))) == 12, "at least one position"

@@ -6,10 +6,9 @@ import pytest
 import torch
 from students import student_of
 
-from qat_lora.kd.evaluation import heldout_figures
-from qat_lora.kd.training import QATPlan, kd_loss, train_qat
-from qat_lora.quant.linear import free_scales, freeze, quantized_layers
-from qat_lora.quant.student import StudentSpec, load_student, quantize, reload_student, save_student, unquantised
+from qat_lora.kd.training import QATPlan, train_qat
+from qat_lora.quant.linear import freeze, quantized_layers
+from qat_lora.quant.student import StudentSpec, plain_model, quantize
 from qat_lora.train.loop import update_ema
 
 SPEC = StudentSpec("int2/g32", "lut2/r4")
@@ -88,58 +87,13 @@ def test_the_average_is_evaluated_does_not_affect_training_and_survives_a_resume
     assert same(train("parts")[1], average)
 
 
-# -- scales only ------------------------------------------------------------------------------------------------------
-def test_training_only_the_scales_improves_the_student_and_keeps_codes(new_student, data, make_session, backend):
-    student = new_student()
-    before, codes = heldout_figures(student, data[1], backend, 4, 8)["heldout_kl"], codes_of(student)
-    freeze(student)
-    free_scales(student.requires_grad_(False))
-    plan = dataclasses.replace(PLAN, steps=40, scale_learning_rate=1e-2)
-    train_qat(student, data[0], plan, make_session("run", backend), no_figures, stage="scales")
-    assert heldout_figures(student, data[1], backend, 4, 8)["heldout_kl"] < 0.95 * before
-    assert same({name: layer.quantizer.codes for name, layer in quantized_layers(student).items()}, codes)
-
-
-@pytest.mark.parametrize("text", ["int2/g32", "balanced2/tensor", "lut2/r4"])
-def test_with_fixed_codes_weight_and_gradients_are_those_of_level_times_scale(text, new_student):
-    student = new_student(StudentSpec(text, "none"))
-    freeze(student)
-    free_scales(student.requires_grad_(False))
-    layer = student.model.layers[0].mlp.up_proj
-    quantizer, x = layer.quantizer, torch.randn(5, layer.in_features)
-    assert torch.equal(layer(x), x @ quantizer.decode(quantizer.codes).T)
-    layer(x).square().sum().backward()
-    ours = [p.grad.clone() for p in quantizer.parameters()]
-    quantizer.zero_grad()
-    spec = quantizer.spec
-    level = (quantizer.codes.float() * spec.step + spec.lowest).view(quantizer.grouped(layer.weight).shape)
-    weight = (level * quantizer.scale_matrix()).view(layer.weight.shape)
-    (x @ weight.T).square().sum().backward()
-    shared = weight.numel() / spec.scale_values(*weight.shape) if spec.scale != "lowrank" else 1
-    for got, p in zip(ours, quantizer.parameters()):
-        torch.testing.assert_close(got, p.grad / (shared * spec.largest) ** 0.5, rtol=1e-4, atol=1e-6)
-
-
-def test_a_stage_continues_from_a_student_file(new_student, data, tmp_path, sharp_model_dir):
-    student = new_student()
-    save_student(tmp_path / "best.pt", student, str(sharp_model_dir), SPEC, {})
-    wanted = values_of(load_student(tmp_path / "best.pt")[0])
-    for p in student.parameters():
-        p.data.add_(0.1)
-    reload_student(tmp_path / "best.pt", student)
-    assert same(values_of(student), wanted)
-    assert not any(p.requires_grad for p in student.parameters())
-    batch = {key: value[None] for key, value in data[0][0].items()}
-    assert torch.isfinite(kd_loss(student, batch))
-
-
 def test_a_four_bit_student_becomes_a_two_bit_one(new_student, sharp_model_dir):
     """The new student's latent weights are the old one's quantised weights, and its norms are copied too."""
     fine = new_student(StudentSpec("balanced4/g32", "balanced4/g32"))
     fine.model.norm.weight.data.mul_(1.5)
     freeze(fine)
     shown = values_of(fine)
-    coarse = quantize(unquantised(fine), SPEC)
+    coarse = quantize(plain_model(fine), SPEC)
     for name, p in coarse.named_parameters():
         if ".quantizer." not in name:
             assert torch.equal(p, shown[name]), name

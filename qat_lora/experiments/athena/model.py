@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat_lora.backend.devices import compute_dtype, has_attention_kernel, without_autocast
+from qat_lora.backend.devices import compute_dtype, has_attention_kernel, numbers_on, without_autocast
 from qat_lora.errors import UserError
 from qat_lora.models.rotary import rotation, turned
 from qat_lora.train.memory import ADAM
@@ -318,7 +318,8 @@ def sign_sums(identifiers: Tensor, gradient: Tensor, count: int) -> tuple[Tensor
 @torch.no_grad()
 def sign_update(table: Tensor, sums: Tensor, counts: Tensor, lr: float, weight_decay: float) -> None:
     """SignSGD with decoupled weight decay, in place; changes only the embeddings [count, D] of the batch's puzzles."""
-    moved = table * (1 - lr * weight_decay) - lr * sums.sign()
+    lr, keep = numbers_on(table, lr, 1 - lr * weight_decay)
+    moved = table * keep - lr * sums.sign()
     table.copy_(torch.where(counts[:, None] > 0, moved, table))
 
 

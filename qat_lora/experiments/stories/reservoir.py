@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from qat_lora.backend import loop
 from qat_lora.backend.devices import without_autocast
 from qat_lora.backend.machine import check_memory
 from qat_lora.errors import UserError
 from qat_lora.experiments.stories.scan import DiagonalScan
+from qat_lora.kernels.lazy import loop
 
 
 @dataclass(frozen=True)

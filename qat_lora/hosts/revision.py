@@ -1,0 +1,55 @@
+"""Checks that all workers of a job run the same code and packages."""
+
+import hashlib
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from qat_lora.hosts.git import ROOT, revision
+from qat_lora.hosts.group import Group
+from qat_lora.hosts.relay import say
+
+VERSIONS = ("torch", "torch_xla", "transformers", "peft", "safetensors", "numpy")
+
+
+def agree_on_code(group: Group) -> None:
+    """Raise UserError in every worker if any runs different code from worker 0; warn if package versions differ."""
+    if group.world_size == 1:
+        return
+    script = Path(sys.argv[0]).name
+    group.agree({"the script": (script, script)}, "start the same one on every host")
+    mine = code_digest()
+    group.agree({"code": (mine, f"{revision()} ({mine})")}, "check out the same revision on every host")
+    everyone = group.gather({name: version(name) for name in VERSIONS})
+    for rank, theirs in enumerate(everyone):
+        other = [name for name in VERSIONS if theirs[name] != everyone[0][name]]
+        if other and group.rank in (0, rank):
+            name = other[0]
+            say(
+                f"warning: {name} is {everyone[0][name]} for {group.name(0)}, {theirs[name]} for {group.name(rank)}; "
+                "figures may differ"
+            )
+
+
+def code_digest() -> str:
+    """Twelve hexadecimal digits of a checksum over the code, uncommitted changes included."""
+    package = Path(__file__).resolve().parents[1]
+    files = sorted(path for path in package.rglob("*") if path.suffix in (".py", ".c"))
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    if main and Path(main).resolve().is_relative_to(ROOT):
+        files.append(Path(main).resolve())
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(f"{path.relative_to(ROOT)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()[:12]
+
+
+def version(name: str) -> str | None:
+    """The imported module's version, plus the installed one if it differs."""
+    try:
+        installed = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        installed = None
+    used = str(getattr(sys.modules.get(name), "__version__", installed))
+    same = used.split("+")[0] == str(installed).split("+")[0]  # torch's own version names its CUDA build
+    return used if same else f"{used} (installed: {installed})"

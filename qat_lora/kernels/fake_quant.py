@@ -1,0 +1,159 @@
+"""Fake quantisation of a weight, its straight-through gradients, and scales as they are stored."""
+
+from ctypes import Structure, c_float, c_long, c_void_p
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from qat_lora.kernels import native
+from qat_lora.kernels.compiled import fused
+from qat_lora.kernels.lazy import number_like
+from qat_lora.kernels.tiles import tiles
+
+
+class Grid(Protocol):
+    """Evenly spaced levels: `lowest`, `lowest` + `step`, …, `levels` of them. A QuantSpec is one."""
+
+    lowest: float
+    step: float
+    levels: int
+
+
+class FakeQuant(torch.autograd.Function):
+    """Nearest level times scale, with the straight-through gradient of LSQ (arXiv 1902.08153).
+
+    weight [O, G, g] latent; scale broadcastable to it. With x = w/s and q the level nearest to x:
+      output q·s in `dtype`;  ∂/∂w = 1 inside the range, 0 outside;  ∂/∂s = q − x inside, the edge level outside,
+    times gradient_scale. x is inside if rounding it needs no clipping (the edge levels' own cells count as inside).
+    Only weight and scale are saved for the backward pass; x and q are recomputed.
+    """
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, scale: Tensor, grid: Grid, gradient_scale: float, dtype: torch.dtype):
+        ctx.save_for_backward(weight, scale)
+        ctx.grid, ctx.gradient_scale = grid, gradient_scale
+        if native.suits(weight, weight, scale) and dtype in native.TYPES:
+            return _quantised_in_c(weight, scale, grid, dtype)
+        return _quantised(weight, scale, grid, dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        weight, scale = ctx.saved_tensors
+        grid = ctx.grid
+        if native.suits(weight, weight, scale) and grad.dtype in native.TYPES:
+            of_weight, of_scale = _gradients_in_c(weight, scale, grad, grid)
+        else:
+            of_weight, of_scale = _gradients(weight, scale, grad, grid)
+        return of_weight, of_scale.sum_to_size(scale.shape) * ctx.gradient_scale, None, None, None
+
+
+@fused
+def _quantised(weight: Tensor, scale: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
+    return nearest_level(weight / scale, grid).mul_(scale).to(dtype)
+
+
+@fused
+def _gradients(weight: Tensor, scale: Tensor, grad: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """(∂/∂weight, ∂/∂scale), the latter summed over the weights of a group if the scale is [O, G, 1]."""
+    x = weight / scale
+    code = (x - grid.lowest).div_(grid.step).round_()
+    clipped = code.clamp(0, grid.levels - 1)
+    inside = code.eq_(clipped)  # in fp32: products with a bool mask take ten times as long on a CPU
+    level = clipped.mul_(grid.step).add_(grid.lowest)
+    grad = grad.to(weight.dtype)
+    of_scale = level.sub_(x.mul_(inside)).mul_(grad)
+    return grad * inside, of_scale.sum(2, keepdim=True) if _one_a_group(scale, weight) else of_scale
+
+
+def _one_a_group(scale: Tensor, weight: Tensor) -> bool:
+    return scale.shape == (*weight.shape[:2], 1)
+
+
+class Stored(torch.autograd.Function):
+    """A learned scale as it is stored: its magnitude clamped to at least `least`, its sign kept, rounded to fp16. The
+    gradient passes straight through the rounding and is zero where the magnitude was clamped."""
+
+    @staticmethod
+    def forward(ctx, scale: Tensor, least: float = 0.0):
+        ctx.save_for_backward(scale)
+        ctx.least = least
+        if least and native.suits(scale, smallest=native.SMALLEST // 32):
+            out = torch.empty_like(scale)
+            native.run("store_scales", (scale.numel(),), scale, out, c_float(least))
+            return out
+        return stored_scale(scale, least).to(scale.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (scale,) = ctx.saved_tensors
+        if not ctx.least:
+            return grad, None
+        return torch.where(scale.abs() >= number_like(ctx.least, scale), grad, 0), None
+
+
+def stored_scale(scale: Tensor, least: float = 0.0) -> Tensor:
+    """The fp16 values of a scale as stored in a file, see `Stored`. `least`: 0 or a normal fp16 number."""
+    return (not_zero(scale, least) if least else scale).half()
+
+
+def not_zero(scale: Tensor, least: float) -> Tensor:
+    """The scale with magnitudes clamped to at least `least`, so that w/s is finite; signs are kept."""
+    below, above = number_like(-least, scale), number_like(least, scale)
+    return torch.where(scale < 0, scale.clamp(max=below), scale.clamp(min=above))
+
+
+def nearest_code(x: Tensor, grid: Grid) -> Tensor:
+    """Codes 0 … levels − 1 (as floats) of the levels nearest to x = weight / scale. Overwrites x."""
+    return x.sub_(grid.lowest).div_(grid.step).round_().clamp_(0, grid.levels - 1)
+
+
+def nearest_level(x: Tensor, grid: Grid) -> Tensor:
+    """The levels nearest to x = weight / scale. Overwrites x."""
+    return nearest_code(x, grid).mul_(grid.step).add_(grid.lowest)
+
+
+def levels_of(codes: Tensor, grid: Grid) -> Tensor:
+    """The fp32 levels of codes."""
+    return codes.to(torch.float32).mul_(grid.step).add_(grid.lowest)
+
+
+# -- in C ------------------------------------------------------------------------------------------------------------
+class _Scale(Structure):
+    """Where each weight's scale is: strides are in elements, 0 where weights share a value."""
+
+    _fields_ = (("data", c_void_p), ("row", c_long), ("group", c_long), ("element", c_long))
+
+    @classmethod
+    def of(cls, scale: Tensor, weight: Tensor) -> "_Scale":
+        return cls(scale.data_ptr(), *scale.expand_as(weight).stride())
+
+
+class _Levels(Structure):
+    _fields_ = (("lowest", c_float), ("step", c_float), ("top", c_float))
+
+    @classmethod
+    def of(cls, grid: Grid) -> "_Levels":
+        return cls(grid.lowest, grid.step, grid.levels - 1)
+
+
+def _quantised_in_c(weight: Tensor, scale: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
+    out = torch.empty(weight.shape, dtype=dtype)
+    native.run("quantise", weight.shape, weight, _Scale.of(scale, weight), out, native.TYPES[dtype], _Levels.of(grid))
+    return out
+
+
+def _gradients_in_c(weight: Tensor, scale: Tensor, grad: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    grad, of_weight = grad.contiguous(), torch.empty_like(weight)
+    summed = _one_a_group(scale, weight)
+    # tiles keep the products in cache until they are summed
+    slices = tiles(len(weight), weight[0].numel(), weight.device) if summed else [slice(None)]
+    of_scale = torch.empty_like(scale if summed else weight)
+    room = torch.empty_like(weight[slices[0]]) if summed else of_scale
+    for rows in slices:
+        w, g, products = weight[rows], grad[rows], room[: len(weight[rows])]
+        there = _Scale.of(scale[rows] if len(scale) > 1 else scale, w), native.TYPES[grad.dtype], _Levels.of(grid)
+        native.run("gradients", w.shape, w, g, of_weight[rows], products, *there)
+        if summed:
+            torch.sum(products, 2, keepdim=True, out=of_scale[rows])
+    return of_weight, of_scale

@@ -1,0 +1,138 @@
+"""The C form of the kernels: bit-identical to the plain form where it quantises, and optional."""
+
+import pytest
+import torch
+
+from qat_lora.kernels import native
+from qat_lora.kernels.cautious import corrections, plain_step
+from qat_lora.kernels.fake_quant import FakeQuant, Stored
+from qat_lora.kernels.head import Head
+from qat_lora.kernels.softmax import normalise
+from qat_lora.kernels.two_passes import TwoPasses
+from qat_lora.quant.linear import Quantizer
+from qat_lora.quant.spec import QuantSpec
+from qat_lora.train.optimizer import EPS, CautiousAdamW
+
+
+@pytest.fixture
+def both(monkeypatch):
+    """both(function): its results with the kernels, however small the tensors are, and with the plain forms."""
+    monkeypatch.setattr(native, "SMALLEST", 1)
+    if native.library() is None:
+        pytest.skip("no C compiler with OpenMP")
+
+    def run(function):
+        found = function()
+        with monkeypatch.context() as context:
+            context.setattr(native, "library", lambda: None)
+            return found, function()
+
+    return run
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def same(ours, theirs) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        assert torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("text", ["balanced2/g8", "lut4/g16", "int4/g48", "int8/g8", "balanced3/tensor", "lut2/r3"])
+def test_fake_quantisation_is_bit_equal(text, dtype, both):
+    spec = QuantSpec.parse(text)
+    quantizer, weight, upstream = Quantizer(spec, 40, 96), random(40, 96), random(40, 96, seed=1).to(dtype)
+    for number, p in enumerate(quantizer.parameters()):
+        p.data.copy_(random(*p.shape, seed=number + 2) / spec.largest)
+    weight[0, :6] = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-42])
+
+    def run():
+        latent = weight.clone().requires_grad_()
+        quantizer.zero_grad()
+        seen = quantizer(latent, dtype)
+        seen.backward(upstream)
+        return seen.detach(), latent.grad, *(p.grad.clone() for p in quantizer.parameters())
+
+    same(*both(run))
+
+
+def test_any_layout_and_type_of_gradient_is_accepted(both):
+    """A gradient that is a view, a matrix of more than one tile, and a type that no kernel supports."""
+    spec = QuantSpec.parse("balanced2/g32")
+    weight, scale = random(700, 18, 32), random(700, 18, 1, seed=1).abs() + 0.1
+    for kind in (torch.bfloat16, torch.float16):
+        upstream = random(32, 18, 700, seed=2).to(kind).transpose(0, 2)
+
+        def run(kind=kind, upstream=upstream):
+            given = [t.clone().requires_grad_() for t in (weight, scale)]
+            FakeQuant.apply(*given, spec, 0.5, kind).backward(upstream)
+            return [t.grad for t in given]
+
+        same(*both(run))
+
+
+def test_stored_scales_are_bit_equal(both):
+    edges = torch.tensor([0.0, -0.0, 1e-9, -1e-9, 65519.9, 65520.0, -7e4, torch.inf, -torch.inf, torch.nan, 2.0**-13])
+    scale = torch.cat([edges, random(3000), random(3000) * 1e-4, torch.linspace(-6.6e4, 6.6e4, 4001)]).requires_grad_()
+    same(*both(lambda: [Stored.apply(scale, 2.0**-13).detach()]))
+
+
+def test_the_optimisers_steps_equal_plain_operations(both):
+    """Parameters and moments, with and without the kernel; a NaN reaches the parameter."""
+    start, gradients = random(70, 33), [random(70, 33, seed=seed) for seed in range(5)]
+    gradients[3][1, 2], gradients[2][5, 6] = torch.nan, 0.0
+
+    def run():
+        p = torch.nn.Parameter(start.clone())
+        optimizer = CautiousAdamW([{"params": [p], "lr": 0.01}])
+        for gradient in gradients:
+            p.grad = gradient.clone()
+            optimizer.step()
+        return p.detach(), *optimizer.state[p].values()
+
+    p, moments = start.clone(), [torch.zeros_like(start) for _ in range(2)]
+    for step, gradient in enumerate(gradients, 1):
+        numbers = torch.tensor([0.01, 1.0, *corrections((0.9, 0.95), EPS, step)])
+        plain_step(p, gradient, *moments, numbers, 0.9, 0.95)
+    assert p[1, 2].isnan() and p.isnan().sum() == 1
+    for found in both(run):
+        for ours, wanted in zip(found, (p, *moments), strict=True):
+            torch.testing.assert_close(ours, wanted, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "biased, temperature, count", [(False, 1.0, 5), (True, 0.7, 5), (False, 1.0, 1), (False, 0.9, 70)]
+)
+def test_the_heads_losses_and_gradients_equal_plain_operations(dtype, biased, temperature, count, both, monkeypatch):
+    """In one strip, with a repeated token, one or several for each position, and a logit far above the others."""
+    one = lambda n, vocab, *_: ([slice(0, n)], [slice(0, vocab)])  # noqa: E731
+    monkeypatch.setattr("qat_lora.kernels.two_passes.strips_at_once", one)
+    hidden, weight = random(9, 16), random(5000, 16, seed=1)
+    hidden[0] *= 40
+    index = torch.randint(5000, (9, count), generator=torch.Generator().manual_seed(2))
+    index[3, 0] = index[3, -1]
+    taken = random(9, count, seed=3).abs()
+
+    def run():
+        head = Head(weight, random(5000, seed=4) if biased else None, after=1.5 if biased else 1.0)
+        softmax = TwoPasses(hidden, head, index, dtype, temperature)
+        back, *of_head = softmax.gradients(taken.sum(1, keepdim=True), taken, (True, biased))
+        return back, *(t for t in of_head if t is not None), softmax.log_probs
+
+    for ours, wanted in zip(*both(run), strict=True):
+        close = 3e-6 if dtype == torch.float32 else 4e-3
+        assert (ours - wanted).norm() / wanted.norm() < close
+
+
+def test_exponentials_are_accurate(both):
+    """Within 2 units in the last place over the range of fp32, and right beyond it."""
+    x = torch.cat([torch.linspace(-86, 88.7, 4096), torch.tensor([-1e4, -torch.inf, 89.0, 1e4, torch.inf, torch.nan])])
+    given = x.unsqueeze(1).contiguous(), torch.zeros(len(x), 1, dtype=torch.int64), 0, 1.0, torch.zeros(len(x), 1)
+    (_, sums, _), _ = both(lambda: normalise(Head(torch.ones(1, 1)), *given))
+    wanted = x.double().exp()
+    assert ((sums[:4096, 0] - wanted[:4096]) / wanted[:4096]).abs().max() < 2.5 * 2**-23
+    assert sums[4096:, 0].tolist()[:5] == [0.0, 0.0, torch.inf, torch.inf, torch.inf] and sums[-1].isnan()
