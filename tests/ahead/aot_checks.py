@@ -1,8 +1,10 @@
 """Records the graphs of experiments at tiny size, for test_aot*.py: in a process of its own, as torch_xla needs.
 
 python aot_checks.py MODEL OUT fp32|bf16 NAME…    # MODEL: a folder with a tiny model; NAME: of RUNS or FAULTS
+"NAME late" records the updates of `LATE` in a long run; "NAME planted" the same with numbers that are constants.
 """
 
+import dataclasses
 import os
 import pickle
 import sys
@@ -10,13 +12,18 @@ from pathlib import Path
 
 os.environ["PJRT_DEVICE"] = "CPU"
 
+import pytest
 import torch
 import torch_xla
 
 from qat_lora.ahead.recording import RecordingBackend
+from qat_lora.ahead.rehearsal import Rehearsal
 from qat_lora.errors import UserError
+from qat_lora.experiments.athena import model
 from qat_lora.run.scripts import load_script, read_options
 from qat_lora.run.tpu import record
+from qat_lora.train import optimizer
+from qat_lora.train.loop import Plan
 
 MODEL, OUT, PRECISION = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 SIZES = ["--batch-size", "2", "--accumulation-steps", "2", "--max-steps", "4"]
@@ -47,6 +54,41 @@ def recorded(name: str) -> dict:
         module.ROWS = 2
     options = read_options(module, [*words, "--precision", PRECISION], chips if chips > 1 else None)
     return record(module.rehearse, options, chips).graphs
+
+
+WARMUP, STEPS = 100, 200_000
+LATE = (1, 2, 3, WARMUP, WARMUP + 1, 310, 311, 312, 100_000, STEPS)  # at 311 a bias correction rounds to a power of 2
+
+
+def late(name: str, planted: bool) -> dict[str, dict[int, list[str]]]:
+    """{stage: {number of an update: hashes of its graphs}}, with the rates and bias corrections of that update."""
+    name, found = name.rpartition(" ")[0], {}
+
+    def steps(self, stage, total, state, load, evaluate=None):
+        with self.backend.phase(stage):
+            yield 1  # may have graphs of its own
+        for number in LATE:
+            for group in state.__self__.optimizer.param_groups:
+                group["step"] = number - 1
+            with self.backend.phase(stage):
+                yield number
+            self.backend.step_boundary()
+            found.setdefault(stage, {})[number] = [graph.hash for graph in self.backend.graphs[stage]]
+
+    def constants(tensor, *values):
+        return torch.stack([torch.full((), value, device=tensor.device) for value in values])
+
+    def factor(self, step):  # that of a run of STEPS updates
+        return factor_of(dataclasses.replace(self, steps=STEPS, warmup_steps=WARMUP), step)
+
+    factor_of = Plan.factor
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rehearsal, "steps", steps)
+        patch.setattr(Plan, "factor", factor)
+        for module in (optimizer, model) if planted else ():
+            patch.setattr(module, "numbers_on", constants)
+        recorded(name)
+    return found
 
 
 def planted(name: str) -> dict | str:
@@ -91,4 +133,10 @@ FAULTS = {
 
 
 if __name__ == "__main__":
-    OUT.write_bytes(pickle.dumps({name: (recorded if name in RUNS else planted)(name) for name in sys.argv[4:]}))
+    found = {}
+    for name in sys.argv[4:]:
+        if name.endswith(("late", "planted")):
+            found[name] = late(name, name.endswith("planted"))
+        else:
+            found[name] = (recorded if name in RUNS else planted)(name)
+    OUT.write_bytes(pickle.dumps(found))
