@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import mean
 
 import torch
+from one_update import update
 
 from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.data.batches import batches
@@ -33,7 +34,7 @@ from qat_lora.quant.linear import parameter_groups
 from qat_lora.quant.student import StudentSpec, quantize
 from qat_lora.run.command_line import run_script
 from qat_lora.run.options import ScriptConfig, option
-from qat_lora.train.loop import Plan, set_learning_rates, update
+from qat_lora.train.loop import Plan, set_learning_rates
 from qat_lora.train.optimizer import new_optimizer
 
 SIDES = ("cautious", "fused")

@@ -31,6 +31,7 @@ from statistics import median
 
 import torch
 import torch.nn.functional as F
+from one_update import update
 
 from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.data.batches import batches
@@ -48,7 +49,7 @@ from qat_lora.quant.linear import freeze, parameter_groups
 from qat_lora.quant.student import StudentSpec, freeze_plain_tables, quantize
 from qat_lora.run.command_line import run_script
 from qat_lora.run.options import ScriptConfig, option
-from qat_lora.train.loop import Plan, update
+from qat_lora.train.loop import Plan
 from qat_lora.train.losses import sparse_loss
 from qat_lora.train.optimizer import new_optimizer
 

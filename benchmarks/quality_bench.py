@@ -23,7 +23,7 @@ from qat_lora.run.metrics import Share, Total
 from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session
 from qat_lora.train.evaluation import text_figures
-from qat_lora.train.loop import Plan, Stage, StageState, fit, restore, row_stream, tokens_of
+from qat_lora.train.loop import Plan, Stage, StageState, restore, row_stream, tokens_of
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 BATCH = 4
@@ -126,10 +126,13 @@ class Bench:
                 write_atomically(kept, lambda file: torch.save(values, file))
             return figures
 
-        def objective(model: nn.Module, batch: dict) -> tuple:
-            loss = loss_of(model, batch)
-            return loss, {"loss": Share(loss), "tokens": Total(tokens_of(batch))}
-
         stream = row_stream(self.train, plan, self.backend)
-        fit(Stage("fit", session, plan, optimizer, stream, StageState(model, optimizer), evaluate), model, objective)
+        model.train()
+        for update in Stage("fit", session, plan, optimizer, stream, StageState(model, optimizer), evaluate):
+            for batch in update:
+                with self.backend.autocast():
+                    loss = loss_of(model, batch)
+                self.backend.backward(loss)
+                update.add(loss=Share(loss), tokens=Total(tokens_of(batch)))
+            update.record(grad_norm=update.step())
         restore(model, torch.load(kept, weights_only=True))

@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
+from one_update import update
 
 from qat_lora.backend import TorchBackend
 from qat_lora.backend.opening import launch
@@ -34,7 +35,7 @@ from qat_lora.run.metrics import Last, Share, Total
 from qat_lora.run.options import ScriptConfig, option
 from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session
-from qat_lora.train.loop import Plan, update
+from qat_lora.train.loop import Plan
 from qat_lora.train.optimizer import new_optimizer
 
 TARGETS = 20  # per position, as with K = 8 and 12 draws

@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from datasets import Dataset
+from one_update import update
 from transformers import TrainerCallback
 
 from qat_lora.backend import TorchBackend, open_backend
@@ -36,7 +37,7 @@ from qat_lora.lora.targets import PROJECTIONS
 from qat_lora.models.loading import EMBEDDED, load_model, load_tokenizer
 from qat_lora.run.command_line import run_script
 from qat_lora.run.options import ScriptConfig, option
-from qat_lora.train.loop import Plan, update
+from qat_lora.train.loop import Plan
 from qat_lora.train.optimizer import new_optimizer
 from qat_lora.train.supervised import packed_loss
 

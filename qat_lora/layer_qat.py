@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from qat_lora.backend import TorchBackend
 from qat_lora.kd.training import kd_loss
 from qat_lora.models.architecture import as_answer, decoder_layers, replaced
-from qat_lora.quant.blockwise import BlockCalls, block_outputs, compensate_block, first_inputs, run_block
+from qat_lora.quant.blockwise import BlockCalls, Call, block_outputs, compensate_block, first_inputs, run_block
 from qat_lora.quant.linear import full_precision, parameter_groups
-from qat_lora.run.metrics import Last, Metric, Share, Total, Value
+from qat_lora.run.metrics import Last, Share, Total
 from qat_lora.run.session import Session
 from qat_lora.train.loop import cosine, restore, set_learning_rates, trained_parameters
 from qat_lora.train.optimizer import new_optimizer
@@ -42,11 +42,23 @@ def train_layers(student: nn.Module, batches: list[dict], plan: LayerPlan, sessi
     weight times the cached distillation loss of the whole model with later blocks in full precision (batches then need
     index, prob and mask). Each worker has its own batches; together they act as one larger batch.
     """
-    layers = _Layers(student, batches, plan, session.backend)
+    backend, layers = session.backend, _Layers(student, batches, plan, session.backend)
     for step in session.steps("layers", len(layers.blocks) * plan.steps, layers.state, layers.load):
         block, inner = divmod(step - 1, plan.steps)
         layers.reach(block, inner)
-        session.record(**layers.update(inner))
+        factor = cosine(inner, plan.steps)
+        set_learning_rates(layers.optimizer, factor)
+        batch, call = layers.batch(inner % len(batches))
+        with _only_trainable(student, layers.blocks[block]), backend.autocast():
+            out = run_block(layers.blocks[block], batch["hidden"], call)
+            loss = relative_error(out.float(), batch["target"].float()).mean() / backend.world_size
+            if plan.kd_weight:
+                rest = _rest_of_model_loss(student, block, out, layers.calls.answers, batch)
+                loss = loss + plan.kd_weight * rest
+            backend.backward(loss)
+        norm, tokens = backend.update(layers.optimizer, plan.clip_grad_norm), Total(batch["tokens"].numel())
+        rate = Last(plan.learning_rate * factor)
+        session.record(loss=Share(loss.detach()), grad_norm=norm, block=Last(block), tokens=tokens, lr=rate)
 
 
 class _Layers:
@@ -110,28 +122,10 @@ class _Layers:
             self.optimizer.load_state_dict(self.saved)
         self.saved = None
 
-    def update(self, inner: int) -> dict[str, Metric | Value]:
-        """Do the block's inner-th update (0-based); returns its metrics."""
-        block, at, plan, backend = self.current, inner % len(self.batches), self.plan, self.backend
-        factor = cosine(inner, plan.steps)
-        set_learning_rates(self.optimizer, factor)
+    def batch(self, at: int) -> tuple[dict[str, Tensor], Call]:
+        """A batch on the device, with the current block's input and target, and how the block is called."""
         batch = {"hidden": self.inputs[at], "target": self.targets[at]} | self.batches[at]
-        batch, call = backend.to_device(batch), self.calls.block(block)[at]
-        with _only_trainable(self.student, self.blocks[block]), backend.autocast():
-            out = run_block(self.blocks[block], batch["hidden"], call)
-            loss = relative_error(out.float(), batch["target"].float()).mean() / backend.world_size
-            if plan.kd_weight:
-                rest = _rest_of_model_loss(self.student, block, out, self.calls.answers, batch)
-                loss = loss + plan.kd_weight * rest
-            backend.backward(loss)
-        norm = backend.update(self.optimizer, plan.clip_grad_norm)
-        return {
-            "loss": Share(loss.detach()),
-            "grad_norm": norm,
-            "block": Last(block),
-            "tokens": Total(batch["tokens"].numel()),
-            "lr": Last(plan.learning_rate * factor),
-        }
+        return self.backend.to_device(batch), self.calls.block(self.current)[at]
 
 
 def _rest_of_model_loss(student, index: int, hidden: Tensor, answers: dict[type, int], batch: dict) -> Tensor:

@@ -57,11 +57,10 @@ from qat_lora.backend import open_backend
 from qat_lora.data.chat import check_template
 from qat_lora.data.text import nfc
 from qat_lora.errors import UserError
-from qat_lora.lora.adapter import load_adapter
+from qat_lora.lora.adapter import load_trained
 from qat_lora.models.generate import check_device, check_room, check_sampling, complete
 from qat_lora.models.loading import load_model
-from qat_lora.models.packaged import EMBEDDED, notes
-from qat_lora.quant.student import load_student
+from qat_lora.models.packaged import notes
 from qat_lora.run.console import say
 
 
@@ -106,7 +105,7 @@ def main(cfg: Config) -> None:
 
 def check(cfg: Config) -> None:
     check_device(cfg.device)
-    check_sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p)
+    check_sampling(cfg.temperature, top_p=cfg.top_p)
     if cfg.raw and cfg.system is not None:
         raise UserError("--system needs the chat template, which --raw turns off; leave one of them out")
     if cfg.raw and (cfg.chat_template is not None or cfg.thinking is not None):
@@ -117,16 +116,11 @@ def check(cfg: Config) -> None:
 
 def load(cfg: Config) -> tuple[list[Speaker], str]:
     """The models that answer, in order, and the name of the base model. With --compare these are all stages."""
-    if cfg.checkpoint:
-        model, made = load_student(cfg.checkpoint, cfg.model)
-        name, label = made["model"], f"student {cfg.checkpoint}"
-    else:
-        name = cfg.model or EMBEDDED
-        model, label = load_model(name), f"base {name}"
+    model, name = load_trained(cfg.model, cfg.checkpoint, cfg.adapter)
+    label = f"student {cfg.checkpoint}" if cfg.checkpoint else f"base {name}"
     stages = [Speaker(label, model)]
     if cfg.adapter:
-        adapted = load_adapter(model, cfg.adapter, cfg.checkpoint)
-        stages = [Speaker(label, adapted, adapted.disable_adapter), Speaker(f"{label} + {cfg.adapter}", adapted)]
+        stages = [Speaker(label, model, model.disable_adapter), Speaker(f"{label} + {cfg.adapter}", model)]
     if not cfg.compare:
         return stages[-1:], name
     base = [Speaker(f"base {name}", load_model(name))] if cfg.checkpoint else []

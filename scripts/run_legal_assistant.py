@@ -115,7 +115,7 @@ def main(cfg: Config) -> None:
 
 def check(cfg: Config) -> None:
     check_device(cfg.device)
-    check_sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p)
+    check_sampling(cfg.temperature, top_p=cfg.top_p)
     if cfg.web and cfg.question is not None:
         raise UserError("--web and --question exclude each other; give one of them")
     if cfg.question is not None:

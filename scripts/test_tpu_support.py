@@ -25,6 +25,7 @@ if __name__ == "__main__":
     check_command_line(Config, "test_tpu_support", __doc__)  # before the imports that take seconds
 
 from collections.abc import Callable
+from itertools import islice
 from unittest import mock
 
 import torch
@@ -39,7 +40,7 @@ from qat_lora.experiments.stories.text import Blocks, load_stories
 from qat_lora.quant.linear import parameter_groups
 from qat_lora.rl.rollout import Sampling
 from qat_lora.run.console import say
-from qat_lora.train.loop import Plan, row_stream, update
+from qat_lora.train.loop import Plan, row_stream
 from qat_lora.train.optimizer import new_optimizer
 
 SMALL = Shape(32, 1, 32, (ReservoirSpec(32),))
@@ -104,8 +105,13 @@ def check_update(backend: TorchBackend) -> str:
     model = backend.place(build("reservoir", data.vocab, SMALL, 0))
     plan = Plan(8, 4, 1, 1e-2, 0, 1.0, 0)
     optimizer = new_optimizer(parameter_groups(model, plan.learning_rate, plan.learning_rate), backend)
-    stream = row_stream(Blocks(data.train, 64), plan, backend)(0)
-    losses = [update(model, stream, story_loss, optimizer, plan, backend)["loss"] for _ in range(plan.steps)]
+    losses = []
+    for batch in islice(row_stream(Blocks(data.train, 64), plan, backend)(0), plan.steps):
+        with backend.autocast():
+            loss = story_loss(model, batch)
+        backend.backward(loss)
+        losses.append(loss.detach())
+        backend.update(optimizer, plan.clip_grad_norm)
     first, *_, last = backend.fetch(*losses)
     assert last < first, f"the loss went from {first:.3f} to {last:.3f}"
     nll = heldout(model, data, 64, 4, backend)["heldout_nll"]

@@ -86,11 +86,10 @@ class Config(TokenOptions, BatchOptions, JobConfig):
 if __name__ == "__main__":
     check_command_line(Config, NAME, __doc__)  # before the imports that take seconds
 
-import json
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset
 
 from qat_lora.ahead.rehearsal import Rehearsal, SameRows
@@ -101,11 +100,10 @@ from qat_lora.data.templates import begin_with_bos, template_facts
 from qat_lora.errors import UserError
 from qat_lora.experiments.legal.answers import messages
 from qat_lora.experiments.legal.data import LegalData, legal_data, legal_rows, section_weights
-from qat_lora.experiments.legal.evaluation import STAGES, LegalEvaluation, evaluation_file, write_whole
+from qat_lora.experiments.legal.evaluation import STAGES, LegalEvaluation, evaluation_file, quality
 from qat_lora.experiments.legal.sections import NUMBERS
-from qat_lora.lora.adapter import save_adapter
+from qat_lora.experiments.legal.writing import write_trained
 from qat_lora.lora.add import add_adapter
-from qat_lora.lora.merge import merged
 from qat_lora.lora.targets import coverage, left_out
 from qat_lora.models.architecture import model_type, packs, set_packs
 from qat_lora.models.generate import end_tokens
@@ -116,19 +114,18 @@ from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import base_content, load_base, write_student
 from qat_lora.rl.rollout import check_answers
 from qat_lora.rl.sampler import GREEDY, Sampler
-from qat_lora.run.console import attempt, say, summarise
-from qat_lora.run.files import sha256
+from qat_lora.run.console import say
 from qat_lora.run.metrics import Share, Total
-from qat_lora.run.report import write_report
+from qat_lora.run.report import finish
 from qat_lora.run.resuming import begun, prepare
-from qat_lora.run.rundir import Run, open_run
+from qat_lora.run.rundir import open_run
 from qat_lora.run.session import Session
 from qat_lora.train.language_memory import (
     answer_memory,
     least_rollout_memory,
     least_training_memory,
     loading_memory,
-    program_memory,
+    reading_memory,
     sizes_of,
     training_memory,
 )
@@ -150,29 +147,29 @@ def main(cfg: Config) -> None:
 
 def work(backend: TorchBackend, cfg: Config) -> None:
     """The experiment, as each worker runs it."""
-    cfg = prepare(NAME, cfg, backend.group)
+    cfg, group = prepare(NAME, cfg, backend.group), backend.group
     workers = planned_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size
-    tokenizer = open_tokenizer(cfg, backend)
-    with backend.group.main_first():
+    tokenizer = cfg.tokenizer(cfg.model, begun(NAME, cfg, group))
+    if cfg.bos == "on":  # else BOS only if the template has it, as in transformers' chat
+        begin_with_bos(tokenizer)
+    with group.main_first():
         rows = legal_rows(cfg.dataset, cfg.dataset_split, cfg.count, cfg.seed)
-    base = open_base(cfg, backend, workers)
+    loads = backend.is_main and not cfg.dry_run  # the other workers get worker 0's weights, and a dry run needs none
+    base = open_base(cfg, backend, workers, loads)
     weights = section_weights(cfg.section_weights)
     data = legal_data(rows, tokenizer, cfg.length, weights, cfg.heldout_fraction, cfg.seed, packs(base), cfg.thinks)
     plan = plan_of(cfg, data.train, workers)
-    facts = None if cfg.dry_run else facts_of(cfg, base, data, tokenizer, backend)
-    student = base_content(base, cfg.model, cfg.quantize) if loads_weights(cfg, backend) else None
+    facts = {} if cfg.dry_run else facts_of(cfg, base, data, tokenizer, backend)
+    student = base_content(base, cfg.model, cfg.quantize) if loads else None
     model = adapted(cfg, base)
-    ends = backend.group.on_main(lambda: tuple(end_tokens(model, tokenizer)))  # other workers have no generation config
+    ends = group.on_main(lambda: tuple(end_tokens(model, tokenizer)))  # other workers have no generation config
     sizes = cfg.answer_rows, cfg.max_prompt_length, cfg.max_new_tokens
-    evaluation = LegalEvaluation(
-        Sampler(tokenizer, backend, ends, *sizes, cfg.thinks), data
-    )  # raises UserError if something does not fit
-    if backend.is_main:
-        describe(cfg, model, backend, data, plan, workers)
+    evaluation = LegalEvaluation(Sampler(tokenizer, backend, ends, *sizes, cfg.thinks), data)  # checks the questions
+    describe(cfg, model, backend, data, plan, workers)
     if cfg.dry_run:
         return
 
-    run = open_run(NAME, cfg, facts, backend.group)
+    run = open_run(NAME, cfg, facts, group)
     backend.seed(cfg.seed + backend.rank)  # each worker draws its own dropout
     session = Session(run, backend, cfg.every(), keep=cfg.keep, files=[evaluation_file(name) for name in STAGES])
     if backend.is_main:
@@ -188,7 +185,11 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     figures = evaluation.write(model, cfg.final_answers, run, "final") if cfg.final_answers else {}
     cost = session.cost()
     if backend.is_main:
-        finish(cfg, run, model, tokenizer, data.train[0]["tokens"], backend, before, figures | cost)
+        made, gap = write_trained(model, cfg.model, run.path, tokenizer, data.train[0]["tokens"], backend)
+        finish(
+            run, figures | cost | {"merged_logit_gap": gap}, made, quality(run, before | figures),
+            f'python scripts/run_legal_assistant.py --run {run.path} --question "{QUESTION}"',
+        )  # fmt: skip
 
 
 def fine_tune(model: nn.Module, train: PackedExamples, plan: Plan, session: Session, evaluate: Callable) -> None:
@@ -205,6 +206,7 @@ def fine_tune(model: nn.Module, train: PackedExamples, plan: Plan, session: Sess
         update.record(grad_norm=norm)
 
 
+# -- the steps -------------------------------------------------------------------------------------------------------
 def check(cfg: Config) -> None:
     if QuantSpec.parse(cfg.quantize) and cfg.method == "full":
         raise UserError(f"--quantize {cfg.quantize} freezes the base; use --method lora or rslora with it")
@@ -234,28 +236,22 @@ def plan_of(cfg: Config, train: Dataset, workers: int) -> Plan:
     )  # fmt: skip
 
 
-# -- the steps -------------------------------------------------------------------------------------------------------
-def open_tokenizer(cfg: Config, backend: TorchBackend):
-    tokenizer = cfg.tokenizer(cfg.model, begun(NAME, cfg, backend.group))
-    if cfg.bos == "on":  # else BOS only if the template has it, as in transformers' chat
-        begin_with_bos(tokenizer)
-    return tokenizer
-
-
-def loads_weights(cfg: Config, backend: TorchBackend) -> bool:
-    """Whether this worker reads the model's weights: the others get worker 0's, and a dry run needs none."""
-    return backend.is_main and not cfg.dry_run
-
-
-def open_base(cfg: Config, backend: TorchBackend, workers: int) -> nn.Module:
-    """The model, quantised with --quantize. Checks first that it fits in memory, then that it can generate answers."""
-    check_memory(cfg, adapted(cfg, load_base(cfg.model, cfg.quantize, False)), backend, workers)
-    base = load_base(cfg.model, cfg.quantize, loads_weights(cfg, backend))
+def open_base(cfg: Config, backend: TorchBackend, workers: int, loads: bool) -> nn.Module:
+    """The model, quantised with --quantize; without values if not `loads`. Checks that it fits in memory, except in a
+    dry run, which may plan for another machine; then that it can generate answers."""
+    model = adapted(cfg, load_base(cfg.model, cfg.quantize, False))
+    if not cfg.dry_run:
+        need = least_training_memory(model, cfg.batch_size, cfg.length, backend.bf16)
+        what = f"training {sizes_of(model)} on --batch-size {cfg.batch_size} rows of {cfg.length} tokens"
+        check_fits(backend, {"--batch-size, --length, or take a smaller model": need}, what, workers)
+        need = least_rollout_memory(model, 1, cfg.answer_rows, cfg.max_new_tokens)
+        check_fits(backend, {"--answer-rows": need}, f"generating --answer-rows {cfg.answer_rows} answers", workers)
+    base = load_base(cfg.model, cfg.quantize, loads)
     together = packs(base) if cfg.dry_run else backend.group.on_main(lambda: packs(base))
     set_packs(base, together)  # the other workers have no weights to check it with
     if cfg.eval_answers or cfg.final_answers:
         try:
-            check_answers(base, backend.static_shapes, loads_weights(cfg, backend))
+            check_answers(base, backend.static_shapes, loads)
         except UserError as error:
             raise UserError(f"{error}, or --eval-answers 0 --final-answers 0") from error
     return base
@@ -278,15 +274,14 @@ def adapted(cfg: Config, base: nn.Module) -> nn.Module:
     """The base with a new adapter on every linear layer of its blocks, or with all its weights trainable."""
     if cfg.method == "full":
         return base.requires_grad_(True)
-    base.requires_grad_(False)
-    rslora = cfg.method == "rslora"
-    return add_adapter(base, cfg.lora_r, cfg.lora_alpha, ("all",), cfg.seed, cfg.lora_dropout, rslora)
+    sizes = cfg.lora_r, cfg.lora_alpha
+    return add_adapter(base.requires_grad_(False), *sizes, ("all",), cfg.seed, cfg.lora_dropout, cfg.method == "rslora")
 
 
 def describe(cfg: Config, model: nn.Module, backend: TorchBackend, data: LegalData, plan: Plan, workers: int) -> None:
+    """Print the plan of the run."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     whole = sum(p.numel() for p in model.parameters())
-    rows = plan.batch_size * plan.accumulation * workers
     say(f"{cfg.model} on {backend}: {trained:,} of {whole:,} parameters are trained ({cfg.method})")
     if cfg.method != "full":
         for line in (f"adapter: {coverage(model)}", *left_out(model), *adapter_notes(cfg.model)):
@@ -295,6 +290,7 @@ def describe(cfg: Config, model: nn.Module, backend: TorchBackend, data: LegalDa
         say(line)
     if not packs(model):
         say(f"one example per row: a model of type {model_type(model)!r} cannot keep several apart")
+    rows = cfg.update_facts(workers)["rows_per_update"]
     say(
         f"{plan.steps} updates of {plan.batch_size} × {plan.accumulation} × {workers} = {rows} rows "
         f"({rows * cfg.length:,} tokens), learning rate {plan.learning_rate:g}"
@@ -306,75 +302,18 @@ def memory(cfg: Config, model: nn.Module, backend: TorchBackend) -> dict[str, Pa
     """The memory that each phase takes."""
     row = cfg.max_prompt_length + cfg.max_new_tokens
     rows = cfg.answer_rows if cfg.eval_answers or cfg.final_answers else 0
-    whole = sum(p.numel() for p in model.parameters())
+    sizes = cfg.batch_size, cfg.length, backend.bf16, cfg.gradient_checkpointing
     return {
         "loading": loading_memory(model),
-        "training": training_memory(
-            model, cfg.batch_size, cfg.length, backend.bf16, cfg.gradient_checkpointing, compiled=backend.static_shapes
-        ),
+        "training": training_memory(model, *sizes, compiled=backend.static_shapes),
         "answering": answer_memory(model, rows, row, backend.bf16),
-        "reading back": program_memory(model) | {"weights": 4 * whole, "read back": 4 * whole, "the file": 4 * whole},
+        "reading back": reading_memory(model),
     }
-
-
-def check_memory(cfg: Config, model: nn.Module, backend: TorchBackend, workers: int) -> None:
-    """Raise UserError if the model, given without storage, cannot be trained on this machine. A dry run, which may plan
-    for another machine, skips this check."""
-    if cfg.dry_run:
-        return
-    need = least_training_memory(model, cfg.batch_size, cfg.length, backend.bf16)
-    what = f"training {sizes_of(model)} on --batch-size {cfg.batch_size} rows of {cfg.length} tokens"
-    check_fits(backend, {"--batch-size, --length, or take a smaller model": need}, what, workers)
-    need = least_rollout_memory(model, 1, cfg.answer_rows, cfg.max_new_tokens)
-    check_fits(backend, {"--answer-rows": need}, f"generating --answer-rows {cfg.answer_rows} answers", workers)
-
-
-def finish(
-    cfg: Config,
-    run: Run,
-    model: nn.Module,
-    tokenizer,
-    tokens: Tensor,
-    backend: TorchBackend,
-    before: dict,
-    figures: dict,
-) -> None:
-    """Write the adapter, the whole model with it merged (its logits on `tokens` are compared), and the report."""
-    checkpoint = run.path / "base.pt" if (run.path / "base.pt").exists() else None
-    adapter = None if cfg.method == "full" else run.path / "adapter"
-    if adapter:
-        save_adapter(model, adapter, sha256(checkpoint) if checkpoint else None)
-    whole, gap = merged(model, cfg.model, checkpoint, adapter, tokens, backend)
-    write_whole(whole, tokenizer, run.path / "model")
-    page = attempt("writing the report", write_report, run.path, figures | {"merged_logit_gap": gap})
-    run.finish("finished", **figures, merged_logit_gap=gap)
-    if gap is not None:
-        say(f"adapter and merged model differ by {gap:.1e} in a logit")
-    summarise(
-        {"adapter": adapter, "model": run.path / "model", "report": page},
-        quality(run, before | figures),
-        f'python scripts/run_legal_assistant.py --run {run.path} --question "{QUESTION}"',
-    )
-
-
-def quality(run: Run, figures: dict) -> list[str]:
-    """Lines with the held-out perplexity and the rates of the answers, each with its value before training."""
-    lines = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
-    perplexities = [line["heldout_ppl"] for line in lines if "heldout_ppl" in line]
-    said = [f"held-out perplexity of the answers {perplexities[-1]:.2f}; before training {perplexities[0]:.2f}"]
-    if "final" in figures:
-        said += [
-            f"{name} {rate['rate']:.1%} (95% interval {rate['low']:.1%}–{rate['high']:.1%})"
-            + (f"; before training {figures['baseline'][name]['rate']:.1%}" if name in figures["baseline"] else "")
-            for name, rate in figures["final"].items()
-        ]
-    return said
 
 
 def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
     """Record the graphs of every phase, for compile_for_tpu.py, and estimate their memory. Only shapes matter: the
-    model has no weights, and all tokens are zeros. In real data fewer positions are targets;
-    here all are."""
+    model has no weights, and all tokens are zeros. In real data fewer positions are targets; here all are."""
     update = cfg.update_facts(backend.world_size)["rows_per_update"]
     tokens, places = torch.zeros(cfg.length, dtype=torch.long), torch.arange(1, cfg.length)
     row = {
@@ -389,13 +328,11 @@ def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
     if cfg.gradient_checkpointing:
         backend.gradient_checkpointing(model)
 
-    def evaluate(step: int) -> dict[str, float]:
-        return heldout_sections(model, heldout, backend, cfg.batch_size, NUMBERS)
-
     if cfg.eval_answers or cfg.final_answers:
         with backend.phase("answers"):  # to one question: a batch is filled up, so all batches have one shape
             sampler.generate(model, [messages(QUESTION)], 1, GREEDY)
-    fine_tune(model, train, plan_of(cfg, train, backend.world_size), Rehearsal(backend, update * cfg.length), evaluate)
+    plan, session = plan_of(cfg, train, backend.world_size), Rehearsal(backend, update * cfg.length)
+    fine_tune(model, train, plan, session, lambda _: heldout_sections(model, heldout, backend, cfg.batch_size, NUMBERS))
     return memory(cfg, model, backend)
 
 

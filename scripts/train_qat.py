@@ -86,7 +86,6 @@ if __name__ == "__main__":
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 
 from torch import nn
 
@@ -94,36 +93,23 @@ from qat_lora.ahead.rehearsal import Rehearsal
 from qat_lora.backend import TorchBackend, open_planned, planned_workers
 from qat_lora.backend.opening import launch
 from qat_lora.data.batches import first_batches
-from qat_lora.data.packing import tokenizer_fingerprint
 from qat_lora.errors import UserError
 from qat_lora.export.gguf import export_formats
-from qat_lora.kd.dataset import KDCacheDataset, planned_rows
+from qat_lora.kd.dataset import KDCacheDataset, open_splits, planned_rows
 from qat_lora.kd.evaluation import heldout_figures
 from qat_lora.kd.training import QATPlan, kd_loss, qat_stage, target_entropy
 from qat_lora.layer_qat import LayerPlan, train_layers
 from qat_lora.models.architecture import decoder_layers
-from qat_lora.models.loading import empty_model, load_config, load_model, load_tokenizer, model_fingerprint
+from qat_lora.models.loading import empty_model, load_tokenizer, model_fingerprint
 from qat_lora.models.planned import planned_name
-from qat_lora.quant.blockwise import check_blocks
-from qat_lora.quant.calibration import calibrate
-from qat_lora.quant.student import (
-    StudentSpec,
-    bits_per_weight,
-    load_student,
-    megabytes,
-    plain_model,
-    quantize,
-    read_student,
-    save_student,
-    thaw,
-)
+from qat_lora.quant.calibration import calibrate, check_start, load_start
+from qat_lora.quant.student import StudentSpec, bits_per_weight, megabytes, quantize, save_student
 from qat_lora.quant.training import usual_rates
-from qat_lora.run.console import attempt, compared, say, summarise
-from qat_lora.run.files import sha256
+from qat_lora.run.console import compared, say
 from qat_lora.run.metrics import Share, Total
-from qat_lora.run.report import write_report
+from qat_lora.run.report import finish
 from qat_lora.run.resuming import prepare
-from qat_lora.run.rundir import Run, open_run
+from qat_lora.run.rundir import open_run
 from qat_lora.run.session import Session
 from qat_lora.train.loop import tokens_of
 from qat_lora.train.memory import Parts
@@ -132,13 +118,12 @@ from qat_lora.train.memory import Parts
 # -- the experiment --------------------------------------------------------------------------------------------------
 def main(cfg: Config) -> None:
     check(cfg)
-    if cfg.dry_run:
-        backend = open_planned(cfg.device, cfg.precision)
-        workers = planned_workers(backend.kind, cfg.num_chips)
-        if cfg.checkpoint:
-            check_checkpoint(cfg)
-        return describe(cfg, *open_cache(cfg, workers), backend, workers)
-    launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
+    if not cfg.dry_run:
+        return launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
+    backend = open_planned(cfg.device, cfg.precision)
+    if cfg.checkpoint:
+        check_start(cfg.checkpoint, cfg.model, student_spec(cfg), cfg.layer_steps)
+    open_rows(cfg, backend, planned_workers(backend.kind, cfg.num_chips))
 
 
 def work(backend: TorchBackend, cfg: Config) -> None:
@@ -146,32 +131,47 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     asked, cfg = cfg, prepare(NAME, cfg, backend.group)
     layer_batch = cfg.batch_size * cfg.accumulation_steps // asked.accumulation_steps  # more if there are fewer workers
     with backend.group.main_first():
-        train, heldout = open_cache(cfg, backend.world_size)
-        describe(cfg, train, heldout, backend, backend.world_size)
+        train, heldout = open_rows(cfg, backend, backend.world_size)
     facts, trained = facts_of(cfg, train, layer_batch, backend)
-    start = load_initial(cfg) if backend.is_main else None  # before open_run, so that an error leaves no run behind
+    spec, by_block = student_spec(cfg), bool(cfg.layer_steps) or cfg.init == "gptq"
+    # before open_run, so that an error leaves no run behind; the other workers get worker 0's values
+    start = load_start(cfg.checkpoint, cfg.model, spec, by_block) if backend.is_main else None
     run = open_run(NAME, cfg, facts, backend.group)
-    cfg = dataclasses.replace(cfg, **backend.group.on_main(lambda: resolve_learning_rates(cfg, start[0])))
+    cfg = dataclasses.replace(cfg, **backend.group.on_main(lambda: learning_rates(cfg, start[0])))
     backend.seed(cfg.seed)
     session = Session(run, backend, cfg.every(), files=("best.pt", "layerwise.pt"))
-    student = backend.place(initial_student(cfg, start, train, session))
-    evaluate = Evaluation(cfg, session, heldout, trained)
+    student = start_student(cfg, *start, train, session) if start else quantize(empty_model(cfg.model), spec)
+    student, best, kept = backend.place(student), session.best("heldout_kl"), run.path / "best.pt"
 
-    train_layer_by_layer(cfg, student, train, layer_batch, session)
+    def evaluate(step: int, model: nn.Module) -> dict:
+        """Held-out figures; best.pt keeps the student with the lowest KL."""
+        done = session.offset + step
+        figures = heldout_figures(model, heldout, backend, cfg.batch_size, cfg.eval_rows)
+        if backend.is_main and best.take(figures, kept.exists()):
+            save_student(kept, model, cfg.model, spec, {"step": done, "trained": trained or done > 0, **figures})
+        return figures
+
+    if cfg.layer_steps:
+        layer_by_layer(cfg, student, train, layer_batch, session)
     if cfg.gradient_checkpointing:
         backend.gradient_checkpointing(student)
-    plan = qat_plan(cfg)
-    end_to_end(student, train, plan, session, evaluate)
-    finish(cfg, run, student, session, evaluate)
+    end_to_end(student, train, qat_plan(cfg), session, evaluate)
+    bits, cost = bits_per_weight(student), session.cost()
+    if backend.is_main:
+        before, _ = run.first_and_best("heldout_kl")
+        finish(
+            run, {"best": {"heldout_kl": best.value}, "bits_per_weight": bits, **cost},
+            {f"student of {bits:.2f} bits per weight": kept},
+            [f"held-out KL to the teacher {compared(best.value, before, 'before training')}"],
+            f"python scripts/train_recovery_lora.py --checkpoint {kept} --cache-dir {cfg.cache_dir}",
+        )  # fmt: skip
 
 
-def end_to_end(
-    student: nn.Module, train: KDCacheDataset, plan: QATPlan, session: Session, evaluate: Callable, name: str = "qat"
-) -> None:
+def end_to_end(student: nn.Module, train: KDCacheDataset, plan: QATPlan, session: Session, evaluate: Callable) -> None:
     """Train the student to predict what the cached teacher predicts. Targets are sparse: no batch holds [B, L, V]."""
     backend = session.backend
     student.train()
-    for update in qat_stage(student, train, plan, session, evaluate, name):  # resumes, evaluates and saves in between
+    for update in qat_stage(student, train, plan, session, evaluate):  # resumes, evaluates and saves in between
         for batch in update:  # its micro-batches, on the device
             with backend.autocast():
                 loss = kd_loss(student, batch)
@@ -181,23 +181,16 @@ def end_to_end(
         update.record(grad_norm=norm)
 
 
-class Evaluation:
-    """evaluate(step, model): held-out figures; keeps the student with the lowest KL as best.pt."""
-
-    def __init__(self, cfg: Config, session: Session, heldout: KDCacheDataset, trained: bool):
-        """trained: whether the codes were trained before this run."""
-        self.cfg, self.session, self.heldout, self.trained = cfg, session, heldout, trained
-        self.best, self.kept = session.best("heldout_kl"), session.run.path / "best.pt"
-
-    def __call__(self, step: int, model: nn.Module) -> dict:
-        cfg, backend, done = self.cfg, self.session.backend, self.session.offset + step
-        figures = heldout_figures(model, self.heldout, backend, cfg.batch_size, cfg.eval_rows)
-        if backend.is_main and self.best.take(figures, self.kept.exists()):
-            info = {"step": done, "trained": self.trained or done > 0, **figures}
-            save_student(self.kept, model, cfg.model, student_spec(cfg), info)
-        return figures
+def layer_by_layer(cfg: Config, student: nn.Module, train: KDCacheDataset, batch_size: int, session: Session) -> None:
+    """Train each block to match its full-precision original; layerwise.pt keeps the student."""
+    backend = session.backend
+    rows = first_batches(train, cfg.layer_rows, batch_size, cfg.seed, backend.rank, backend.world_size)
+    train_layers(student, rows, layer_plan(cfg), session)
+    if backend.is_main and not session.resumed:  # a run that resumes in a later stage has the file
+        save_student(session.run.path / "layerwise.pt", student, cfg.model, student_spec(cfg), {"stage": "layers"})
 
 
+# -- the steps -------------------------------------------------------------------------------------------------------
 def check(cfg: Config) -> None:
     """Raise UserError for options that no run could use, before anything is opened."""
     student_spec(cfg)
@@ -214,43 +207,10 @@ def student_spec(cfg: Config) -> StudentSpec:
     return StudentSpec(mlp=cfg.mlp, attn=cfg.attn, head=cfg.head)
 
 
-def resolve_learning_rates(cfg: Config, student: nn.Module) -> dict[str, float]:
-    """Every learning rate: the given one, or one computed from the student's weights before its scales are set. Scales
-    default to the weights' rate."""
-    end_to_end, layerwise = usual_rates(student)
-    rates = {
-        "learning_rate": cfg.learning_rate or end_to_end,
-        "layer_learning_rate": cfg.layer_learning_rate or layerwise,
-    }
-    rates["scale_learning_rate"] = cfg.scale_learning_rate or rates["learning_rate"]
-    layers = f", layer by layer {rates['layer_learning_rate']:g}" if cfg.layer_steps else ""
-    say(f"peak learning rate {rates['learning_rate']:g}{layers}")
-    return rates
-
-
-def qat_plan(cfg: Config) -> QATPlan:
-    """The plan of the end-to-end stage. cfg: with all learning rates resolved."""
-    return QATPlan(**vars(cfg.plan()), scale_learning_rate=cfg.scale_learning_rate, scope=cfg.scope, ema=cfg.ema)
-
-
-def layer_plan(cfg: Config) -> LayerPlan:
-    """The plan of the layer-wise stage. cfg: with all learning rates resolved."""
-    return LayerPlan(
-        steps=cfg.layer_steps, learning_rate=cfg.layer_learning_rate, clip_grad_norm=cfg.clip_grad_norm,
-        kd_weight=cfg.layer_kd_weight, compensate=cfg.init == "gptq",
-    )  # fmt: skip
-
-
-# -- the steps -------------------------------------------------------------------------------------------------------
-def open_cache(cfg: Config, workers: int) -> tuple[KDCacheDataset, KDCacheDataset]:
-    facts = {"tokenizer": tokenizer_fingerprint(load_tokenizer(cfg.model)), "vocab": load_config(cfg.model).vocab_size}
-    train, heldout = (KDCacheDataset(cfg.cache_dir, split, **facts) for split in ("train", "heldout"))
+def open_rows(cfg: Config, backend: TorchBackend, workers: int) -> tuple[KDCacheDataset, KDCacheDataset]:
+    """The training and held-out rows of the cache. Prints the plan of the run, and checks that it fits in memory."""
+    train, heldout = open_splits(cfg.cache_dir, cfg.model, load_tokenizer(cfg.model))
     cfg.check_rows(train, heldout, workers)
-    return train, heldout
-
-
-def describe(cfg: Config, train: KDCacheDataset, heldout: KDCacheDataset, backend: TorchBackend, workers: int) -> None:
-    """Print the resolved plan."""
     spec = student_spec(cfg)
     model = quantize(empty_model(cfg.model), spec)
     say(f"{cfg.model} → {spec}: {bits_per_weight(model):.2f} bits per weight, {megabytes(model):.1f} MB, on {backend}")
@@ -258,9 +218,8 @@ def describe(cfg: Config, train: KDCacheDataset, heldout: KDCacheDataset, backen
     stages = f"{cfg.layer_steps} updates for each of {len(decoder_layers(model))} blocks, {cfg.max_steps} end to end"
     say(f"start: {cfg.checkpoint or cfg.init}; {stages}")
     say(export_formats(cfg.model))
-    cfg.check_memory(model, train, backend, workers)
-    for line in cfg.describe(model, train, backend, workers, beside(cfg, model)):
-        say(line)
+    cfg.describe(model, train, backend, workers, beside(cfg, model))
+    return train, heldout
 
 
 def beside(cfg: Config, model: nn.Module) -> Parts:
@@ -271,48 +230,32 @@ def beside(cfg: Config, model: nn.Module) -> Parts:
 
 def facts_of(cfg: Config, train: KDCacheDataset, layer_batch: int, backend: TorchBackend) -> tuple[dict, bool]:
     """The inputs of the run, for its manifest, and whether it starts from trained codes."""
-    facts = backend.facts | {"cache": train.fingerprint, "student": str(student_spec(cfg))}
-    facts["base"] = backend.group.on_main(lambda: model_fingerprint(cfg.model))
+    spec, group = student_spec(cfg), backend.group
+    facts = backend.facts | {"cache": train.fingerprint, "student": str(spec)}
+    facts["base"] = group.on_main(lambda: model_fingerprint(cfg.model))
     facts |= cfg.update_facts(backend.world_size)
     trained = False
     if cfg.checkpoint:
-        facts["start"], trained = backend.group.on_main(lambda: check_checkpoint(cfg))
+        facts["start"], trained = group.on_main(lambda: check_start(cfg.checkpoint, cfg.model, spec, cfg.layer_steps))
     if cfg.layer_steps:  # an update of that stage is one batch per worker
         facts["layer_rows_per_update"] = layer_batch * backend.world_size
     return facts, trained
 
 
-def check_checkpoint(cfg: Config) -> tuple[str, bool]:
-    """The checksum of --checkpoint, and whether the run starts from trained codes. Raises UserError if it is not a
-    student of this model."""
-    made = read_student(cfg.checkpoint, cfg.model)
-    same = StudentSpec(**made["spec"]) == student_spec(cfg)
-    if same and cfg.layer_steps:
-        raise UserError(
-            f"--layer-steps {cfg.layer_steps}: {cfg.checkpoint} already has these quantisers, so its blocks "
-            "would only learn from themselves; use --layer-steps 0"
-        )
-    return sha256(Path(cfg.checkpoint)), same and made["info"].get("trained") is not False
+def learning_rates(cfg: Config, student: nn.Module) -> dict[str, float]:
+    """Every learning rate: the given one, or one computed from the student's weights before its scales are set. Scales
+    default to the weights' rate."""
+    usual, usual_by_layer = usual_rates(student)
+    rate, by_layer = cfg.learning_rate or usual, cfg.layer_learning_rate or usual_by_layer
+    say(f"peak learning rate {rate:g}" + (f", layer by layer {by_layer:g}" if cfg.layer_steps else ""))
+    scales = cfg.scale_learning_rate or rate
+    return {"learning_rate": rate, "layer_learning_rate": by_layer, "scale_learning_rate": scales}
 
 
-def load_initial(cfg: Config) -> tuple[nn.Module, bool]:
-    """The student before training, from the base model or another run's student, and whether its scales are set."""
-    spec = student_spec(cfg)
-    student, made = load_student(cfg.checkpoint, cfg.model) if cfg.checkpoint else (None, None)
-    if made and StudentSpec(**made["spec"]) == spec:
-        return thaw(student), True
-    base = plain_model(student) if made else load_model(cfg.model)
-    if cfg.layer_steps or cfg.init == "gptq":
-        check_blocks(base)
-    return quantize(base, spec), False
-
-
-def initial_student(cfg: Config, start: tuple | None, train: KDCacheDataset, session: Session) -> nn.Module:
-    """The student of `load_initial`, with initial scales if they are not set. The other workers get a student without
-    storage, and later worker 0's values."""
-    if start is None:
-        return quantize(empty_model(cfg.model), student_spec(cfg))
-    student, has_scales = start
+def start_student(
+    cfg: Config, student: nn.Module, has_scales: bool, train: KDCacheDataset, session: Session
+) -> nn.Module:
+    """The student of `load_start`, with initial scales if they are not set."""
     if not session.resumed and not has_scales:
         # With a layer-wise stage, GPTQ runs in that stage, on the outputs of the trained blocks before each block.
         rows = first_batches(train, cfg.layer_rows, cfg.batch_size, cfg.seed)
@@ -320,34 +263,17 @@ def initial_student(cfg: Config, start: tuple | None, train: KDCacheDataset, ses
     return student
 
 
-def train_layer_by_layer(
-    cfg: Config, student: nn.Module, train: KDCacheDataset, batch_size: int, session: Session
-) -> None:
-    """Train each block to match its full-precision original; layerwise.pt keeps the student."""
-    backend = session.backend
-    if not cfg.layer_steps:
-        return
-    place = {"rank": backend.rank, "world_size": backend.world_size}
-    train_layers(student, first_batches(train, cfg.layer_rows, batch_size, cfg.seed, **place), layer_plan(cfg), session)
-    if backend.is_main and not session.resumed:  # a run that resumes in a later stage has the file
-        save_student(session.run.path / "layerwise.pt", student, cfg.model, student_spec(cfg), {"stage": "layers"})
+def layer_plan(cfg: Config) -> LayerPlan:
+    """The plan of the layer-wise stage. cfg: with all learning rates resolved."""
+    return LayerPlan(
+        steps=cfg.layer_steps, learning_rate=cfg.layer_learning_rate, clip_grad_norm=cfg.clip_grad_norm,
+        kd_weight=cfg.layer_kd_weight, compensate=cfg.init == "gptq",
+    )  # fmt: skip
 
 
-def finish(cfg: Config, run: Run, student: nn.Module, session: Session, evaluate: Evaluation) -> None:
-    """Write summary.json and the report, and print the summary."""
-    cost = session.cost()
-    if not session.backend.is_main:
-        return
-    bits = bits_per_weight(student)
-    result = {"best": {"heldout_kl": evaluate.best.value}, "bits_per_weight": bits, **cost}
-    page = attempt("writing the report", write_report, run.path, result)
-    run.finish("finished", **result)
-    before, _ = run.first_and_best("heldout_kl")
-    summarise(
-        {f"student of {bits:.2f} bits per weight": evaluate.kept, "report": page},
-        [f"held-out KL to the teacher {compared(evaluate.best.value, before, 'before training')}"],
-        f"python scripts/train_recovery_lora.py --checkpoint {evaluate.kept} --cache-dir {cfg.cache_dir}",
-    )
+def qat_plan(cfg: Config) -> QATPlan:
+    """The plan of the end-to-end stage. cfg: with all learning rates resolved."""
+    return QATPlan(**vars(cfg.plan()), scale_learning_rate=cfg.scale_learning_rate, scope=cfg.scope, ema=cfg.ema)
 
 
 def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
@@ -366,8 +292,7 @@ def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
         train_layers(student, first_batches(rows, cfg.batch_size, cfg.batch_size, cfg.seed), layer_plan(cfg), session)
     if cfg.gradient_checkpointing:
         backend.gradient_checkpointing(student)
-    plan = qat_plan(cfg)
-    end_to_end(student, rows, plan, session, evaluate)
+    end_to_end(student, rows, qat_plan(cfg), session, evaluate)
     return cfg.memory(student, len(rows[0]["tokens"]), backend, beside(cfg, student))
 
 

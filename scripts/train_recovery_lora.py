@@ -64,57 +64,56 @@ class Config(TextOptions, TrainOptions, JobConfig):
 if __name__ == "__main__":
     check_command_line(Config, NAME, __doc__)  # before the imports that take seconds
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 from qat_lora.ahead.rehearsal import Rehearsal, SameRows
 from qat_lora.backend import TorchBackend, open_planned, planned_workers
 from qat_lora.backend.opening import launch
 from qat_lora.data.batches import first_batches
-from qat_lora.data.packing import TextDataset, split_heldout, tokenizer_fingerprint
+from qat_lora.data.packing import TextDataset, split_heldout
 from qat_lora.data.templates import template_facts
 from qat_lora.errors import UserError
 from qat_lora.export.gguf import export_formats
-from qat_lora.kd.dataset import KDCacheDataset, planned_rows
+from qat_lora.kd.dataset import open_splits, planned_rows
 from qat_lora.kd.evaluation import heldout_figures
 from qat_lora.kd.training import target_entropy
 from qat_lora.lora.adapter import adapter_values, save_adapter
 from qat_lora.lora.add import add_adapter, fit_to_error
-from qat_lora.lora.recovery import MODES, Anchor, recovery_stage
+from qat_lora.lora.recovery import MODES, Anchor, fitting_memory, recovery_stage
 from qat_lora.lora.targets import coverage, left_out
-from qat_lora.models.architecture import unwrap
-from qat_lora.models.loading import adapter_notes, check_length, load_config, load_model, model_fingerprint
+from qat_lora.models.loading import adapter_notes, check_length, load_model, model_fingerprint
 from qat_lora.models.packaged import EMBEDDED
 from qat_lora.models.planned import planned_name
-from qat_lora.quant.linear import quantized_layers
 from qat_lora.quant.student import StudentSpec, bits_per_weight, empty_student, load_student, read_student
-from qat_lora.run.console import attempt, compared, say, summarise
+from qat_lora.run.console import compared, say
 from qat_lora.run.files import sha256
 from qat_lora.run.metrics import Share, Total
-from qat_lora.run.report import write_report
+from qat_lora.run.report import finish
 from qat_lora.run.resuming import begun, prepare
 from qat_lora.run.rundir import open_run
 from qat_lora.run.session import Session
 from qat_lora.train.evaluation import heldout_nll
-from qat_lora.train.language_memory import loading_memory
-from qat_lora.train.loop import tokens_of
+from qat_lora.train.loop import Plan, tokens_of
 from qat_lora.train.memory import Parts
 
 CALIBRATION_ROWS = 32
-ANCHOR = 5  # tensors of the size of its logits: stored logits, new logits, softmax, log softmax, gradient
+MEASURES = {"kd": heldout_figures, "sft": heldout_nll, "recover": heldout_nll}
 
 
 # -- the experiment --------------------------------------------------------------------------------------------------
 def main(cfg: Config) -> None:
     check(cfg)
-    if cfg.dry_run:
-        backend = open_planned(cfg.device, cfg.precision)
-        made, workers = read_made(cfg), planned_workers(backend.kind, cfg.num_chips)
-        train, _ = open_data(cfg, made["model"], cfg.tokenizer(made["model"], begun(NAME, cfg)), workers)
-        return describe(cfg, adapted(cfg, empty_student(made)), made, train, backend, workers)
-    launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
+    if not cfg.dry_run:
+        return launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
+    backend = open_planned(cfg.device, cfg.precision)
+    made, workers = read_made(cfg), planned_workers(backend.kind, cfg.num_chips)
+    train, _ = open_rows(cfg, made["model"], cfg.tokenizer(made["model"], begun(NAME, cfg)), workers)
+    describe(cfg, made, train, backend, workers)
 
 
 def work(backend: TorchBackend, cfg: Config) -> None:
@@ -123,8 +122,8 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     made = backend.group.on_main(lambda: read_made(cfg))
     tokenizer = cfg.tokenizer(made["model"], begun(NAME, cfg, backend.group))
     with backend.group.main_first():
-        train, heldout = open_data(cfg, made["model"], tokenizer, backend.world_size)
-    describe(cfg, adapted(cfg, empty_student(made)), made, train, backend, backend.world_size)
+        train, heldout = open_rows(cfg, made["model"], tokenizer, backend.world_size)
+    describe(cfg, made, train, backend, backend.world_size)
     # the other workers get their values from worker 0
     student = load_student(cfg.checkpoint, cfg.model)[0] if backend.is_main else empty_student(made)
     model = adapted(cfg, student)
@@ -142,63 +141,48 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     anchor = make_anchor(cfg, model, train, backend)
     if cfg.gradient_checkpointing:
         backend.gradient_checkpointing(model)
+    best, kept = session.best("heldout_kl" if cfg.mode == "kd" else "heldout_nll"), run.path / "adapter"
 
-    evaluate = Evaluation(cfg, session, model, heldout, facts["student"])
-    recover(cfg, model, train, anchor, session, evaluate)
-    cost = session.cost()
+    def evaluate(step: int) -> dict:
+        """Held-out figures; adapter/ keeps the adapter with the lowest KL or loss."""
+        figures = MEASURES[cfg.mode](model, heldout, backend, cfg.batch_size, cfg.eval_rows)
+        if backend.is_main and best.take(figures, kept.exists()):
+            save_adapter(model, kept, facts["student"])
+        return figures
+
+    recover(model, train, cfg.mode, cfg.plan(), anchor, session, evaluate)
+    bits, cost = bits_per_weight(student, adapter_values(model)), session.cost()
     if backend.is_main:
-        bits, best = bits_per_weight(student, adapter_values(model)), evaluate.best
-        result = {"best": {best.figure: best.value}, "bits_per_weight": bits, **cost}
-        page = attempt("writing the report", write_report, run.path, result)
-        run.finish("finished", **result)
-        figure = "KL to the teacher" if cfg.mode == "kd" else "loss"
-        without, _ = run.first_and_best(best.figure)
-        summarise(
-            {"adapter": evaluate.kept, "report": page},
+        figure, (without, _) = "KL to the teacher" if cfg.mode == "kd" else "loss", run.first_and_best(best.figure)
+        finish(
+            run, {"best": {best.figure: best.value}, "bits_per_weight": bits, **cost}, {"adapter": kept},
             [f"held-out {figure} {compared(best.value, without, 'without the adapter')}"],
-            f"python scripts/run_inference.py --checkpoint {cfg.checkpoint} --adapter {evaluate.kept} --prompt Hello",
-        )
+            f"python scripts/run_inference.py --checkpoint {cfg.checkpoint} --adapter {kept} --prompt Hello",
+        )  # fmt: skip
 
 
 def recover(
-    cfg: Config, model: nn.Module, train, anchor: Anchor | None, session: Session, evaluate: "Evaluation"
+    model: nn.Module, train: Dataset, mode: str, plan: Plan, anchor: Anchor | None, session: Session, evaluate: Callable
 ) -> None:
     """Train the adapter alone; the student is frozen, but gradients pass through it."""
-    backend, loss_of = session.backend, MODES[cfg.mode]
+    backend, loss_of = session.backend, MODES[mode]
     model.train()
-    for update in recovery_stage(model, train, cfg.plan(), session, evaluate):  # resumes, evaluates, saves in between
+    for update in recovery_stage(model, train, plan, session, evaluate):  # resumes, evaluates, saves in between
         for batch in update:  # its micro-batches, on the device
             with backend.autocast():
                 loss = loss_of(model, batch)
                 if anchor:
-                    loss = loss + anchor.loss(model) / (cfg.accumulation_steps * backend.world_size)
+                    loss = loss + anchor.loss(model) / (plan.accumulation * backend.world_size)
             backend.backward(loss)
             update.add(loss=Share(loss), tokens=Total(tokens_of(batch)))
-            if cfg.mode == "kd" and not anchor:  # else the loss does not estimate the KL to the teacher
+            if mode == "kd" and not anchor:  # else the loss does not estimate the KL to the teacher
                 update.add(kl=Share(loss))
                 update.add(kl=Share(-target_entropy(batch)))
         norm = update.step()  # reduces over workers, clips, steps
         update.record(grad_norm=norm)
 
 
-class Evaluation:
-    """evaluate(step): held-out figures; keeps the adapter with the lowest KL or loss in adapter/."""
-
-    def __init__(self, cfg: Config, session: Session, model: nn.Module, heldout, student: str):
-        """student: the checksum of the student's file, which is stored with the adapter."""
-        self.cfg, self.session, self.model, self.heldout, self.student = cfg, session, model, heldout, student
-        self.best = session.best("heldout_kl" if cfg.mode == "kd" else "heldout_nll")
-        self.kept = session.run.path / "adapter"
-
-    def __call__(self, step: int) -> dict:
-        cfg, backend = self.cfg, self.session.backend
-        measure = heldout_figures if cfg.mode == "kd" else heldout_nll
-        figures = measure(self.model, self.heldout, backend, cfg.batch_size, cfg.eval_rows)
-        if backend.is_main and self.best.take(figures, self.kept.exists()):
-            save_adapter(self.model, self.kept, self.student)
-        return figures
-
-
+# -- the steps -------------------------------------------------------------------------------------------------------
 def check(cfg: Config) -> None:
     if not cfg.checkpoint:
         raise UserError("--checkpoint is missing; give the best.pt of train_qat.py")
@@ -209,7 +193,6 @@ def check(cfg: Config) -> None:
         )
 
 
-# -- the steps -------------------------------------------------------------------------------------------------------
 def read_made(cfg: Config) -> dict:
     """The base model and the quantisers of the student, from its file."""
     content = read_student(cfg.checkpoint, cfg.model)
@@ -223,11 +206,10 @@ def adapted(cfg: Config, student: nn.Module) -> nn.Module:
     return add_adapter(student, cfg.lora_r, alpha, targets, cfg.seed)
 
 
-def open_data(cfg: Config, model_name: str, tokenizer, workers: int):
-    """Training and held-out data for --mode."""
+def open_rows(cfg: Config, model_name: str, tokenizer, workers: int) -> tuple[Dataset, Dataset]:
+    """Training and held-out rows for --mode."""
     if cfg.mode == "kd":
-        facts = {"tokenizer": tokenizer_fingerprint(tokenizer), "vocab": load_config(model_name).vocab_size}
-        data = [KDCacheDataset(cfg.cache_dir, split, **facts) for split in ("train", "heldout")]
+        train, heldout = open_splits(cfg.cache_dir, model_name, tokenizer)
     else:
         check_length(model_name, cfg.length)
         rows = cfg.rows(tokenizer)
@@ -236,12 +218,12 @@ def open_data(cfg: Config, model_name: str, tokenizer, workers: int):
         parts = split_heldout(rows, cfg.heldout_fraction)
         if not len(parts[1]):
             raise UserError(f"--heldout-fraction {cfg.heldout_fraction} leaves no row to evaluate on; use e.g. 0.1")
-        data = [TextDataset(rows, completions_only=cfg.mode == "sft") for rows in parts]
-    cfg.check_rows(*data, workers)
-    return data
+        train, heldout = (TextDataset(part, completions_only=cfg.mode == "sft") for part in parts)
+    cfg.check_rows(train, heldout, workers)
+    return train, heldout
 
 
-def make_anchor(cfg: Config, model: nn.Module, train, backend: TorchBackend) -> Anchor | None:
+def make_anchor(cfg: Config, model: nn.Module, train: Dataset, backend: TorchBackend) -> Anchor | None:
     if not cfg.anchor_weight:
         return None
     tokens = torch.stack([train[i]["tokens"][: cfg.anchor_length] for i in range(min(cfg.anchor_rows, len(train)))])
@@ -249,8 +231,9 @@ def make_anchor(cfg: Config, model: nn.Module, train, backend: TorchBackend) -> 
         return Anchor.of(model, tokens, cfg.anchor_weight, backend)
 
 
-def describe(cfg: Config, model: nn.Module, made: dict, train, backend: TorchBackend, workers: int) -> None:
-    """Print the resolved plan."""
+def describe(cfg: Config, made: dict, train: Dataset, backend: TorchBackend, workers: int) -> None:
+    """Print the plan of the run, and check that it fits in memory."""
+    model = adapted(cfg, empty_student(made))
     values = adapter_values(model)
     say(f"{made['model']} as {StudentSpec(**made['spec'])} on {backend}")
     bits = bits_per_weight(model, values)
@@ -258,24 +241,14 @@ def describe(cfg: Config, model: nn.Module, made: dict, train, backend: TorchBac
     for line in (*left_out(model, "; --targets auto,experts adapts them too"), *adapter_notes(made["model"])):
         say(line)
     say(f"{cfg.max_steps} updates in mode {cfg.mode} on {len(train)} rows")
-    untrained = made.get("info", {}).get("trained") is False
-    say("export: not possible, because the checkpoint is untrained" if untrained else export_formats(made["model"]))
-    cfg.check_memory(model, train, backend, workers)
-    for line in cfg.describe(model, train, backend, workers, *memory(cfg, model)):
-        say(line)
+    say(export_formats(made["model"]))
+    cfg.describe(model, train, backend, workers, *memory(cfg, model))
 
 
 def memory(cfg: Config, model: nn.Module) -> tuple[Parts, dict[str, Parts]]:
     """The memory of the anchor in training, and of the phase that fits the adapter to the quantisation error."""
-    vocab = unwrap(model).get_output_embeddings().weight.shape[0]
-    anchor = {"anchor": ANCHOR * 4 * cfg.anchor_rows * cfg.anchor_length * vocab} if cfg.anchor_weight else {}
-    if cfg.adapter_init != "error":
-        return anchor, {}
-    moments = sum(
-        4 * layer.in_features**2 for layer in quantized_layers(model).values() if isinstance(layer, nn.Linear)
-    )
-    base = 4 * sum(p.numel() for name, p in model.named_parameters() if "lora_" not in name)
-    return anchor, {"fitting the adapter": loading_memory(model) | {"base model": base, "second moments": moments}}
+    anchor = {"anchor": Anchor.memory(model, cfg.anchor_rows * cfg.anchor_length)} if cfg.anchor_weight else {}
+    return anchor, {"fitting the adapter": fitting_memory(model)} if cfg.adapter_init == "error" else {}
 
 
 def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
@@ -295,13 +268,12 @@ def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
         anchor = make_anchor(cfg, model, rows, backend)
     if cfg.gradient_checkpointing:
         backend.gradient_checkpointing(model)
-    measure = heldout_figures if cfg.mode == "kd" else heldout_nll
 
     def evaluate(step: int) -> dict:
-        return measure(model, rows, backend, cfg.batch_size, cfg.batch_size)
+        return MEASURES[cfg.mode](model, rows, backend, cfg.batch_size, cfg.batch_size)
 
     length = len(rows[0]["tokens"])
-    recover(cfg, model, rows, anchor, Rehearsal(backend, count * length), evaluate)
+    recover(model, rows, cfg.mode, cfg.plan(), anchor, Rehearsal(backend, count * length), evaluate)
     return cfg.memory(model, length, backend, *memory(cfg, model))
 
 

@@ -5,22 +5,42 @@ import functools
 from qat_lora.rl.grpo import policy_loss
 from qat_lora.run.metrics import Metric, Share, Total
 from qat_lora.run.scripts import load_script
-from qat_lora.train.loop import fit, plain_stage, tokens_of
+from qat_lora.train.loop import plain_stage, tokens_of
 
 script = functools.cache(load_script)
 
 
-def objective_of(loss_of):
-    def objective(model, batch):
-        loss = loss_of(model, batch)
-        return loss, {"loss": Share(loss), "tokens": Total(tokens_of(batch))}
-
-    return objective
-
-
 def train_plain(model, rows, loss_of, plan, session, evaluate=lambda step: {}, stage="train") -> None:
     """Train one stage with the loss loss_of(model, batch)."""
-    fit(plain_stage(stage, model, rows, plan, session, evaluate), model, objective_of(loss_of))
+    model.train()
+    for update in plain_stage(stage, model, rows, plan, session, evaluate):
+        for batch in update:
+            with session.backend.autocast():
+                loss = loss_of(model, batch)
+            session.backend.backward(loss)
+            update.add(loss=Share(loss), tokens=Total(tokens_of(batch)))
+        update.record(grad_norm=update.step())
+
+
+def one_update(model, stream, loss_of, optimizer, plan, backend) -> dict:
+    """Make one update outside a run; returns its loss and grad_norm, device scalars."""
+    loss = 0
+    for micro in range(plan.accumulation):
+        if micro:
+            backend.step_boundary()
+        with backend.autocast():
+            part = loss_of(model, next(stream))
+        backend.backward(part)
+        loss = loss + part.detach()
+    return {"loss": loss, "grad_norm": backend.update(optimizer, plan.clip_grad_norm)}
+
+
+def train_qat(student, train, plan, session, evaluate) -> None:
+    script("train_qat").end_to_end(student, train, plan, session, evaluate)
+
+
+def train_recovery_lora(model, train, mode, plan, anchor, session, evaluate) -> None:
+    script("train_recovery_lora").recover(model, train, mode, plan, anchor, session, evaluate)
 
 
 def train_grpo(model, reference, prompts, judge, plan, session, evaluate=lambda step: {}) -> None:

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+from loops import train_qat
 from safetensors.torch import load_file, save_file
 
 from qat_lora.kd.dataset import KDCacheDataset
-from qat_lora.kd.training import QATPlan, train_qat
+from qat_lora.kd.training import QATPlan
 from qat_lora.models.loading import empty_model, load_model
 from qat_lora.quant.init import initialise
 from qat_lora.quant.student import StudentSpec, quantize

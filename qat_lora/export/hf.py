@@ -1,13 +1,11 @@
 """Export to Hugging Face's format, with baked weights level·scale in fp32, since fp16 would round them."""
 
-import warnings
 from pathlib import Path
 
-from peft import PeftModel
 from torch import nn
 
 from qat_lora.export.source import Source, weight_of
-from qat_lora.lora.adapter import weight_file, write_origin
+from qat_lora.lora.adapter import load_adapter, weight_file, write_origin
 from qat_lora.models.loading import load_tokenizer, plain_state
 from qat_lora.models.writing import check_logits, probe, write_model
 from qat_lora.run.files import read_json, sha256, write_json
@@ -48,7 +46,5 @@ def _write_adapter(source: Source, folder: Path, base: Path) -> None:
 
 
 def _check_adapter(source: Source, back: nn.Module, folder: Path, shown: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # PEFT reads an attribute that transformers has renamed
-        adapted = PeftModel.from_pretrained(back, str(folder), torch_device="cpu")
+    adapted = load_adapter(back, folder, source.checkpoint)
     check_logits(adapted, probe(back), source.adapted, shown)

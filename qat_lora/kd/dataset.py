@@ -10,9 +10,11 @@ from torch.utils.data import Dataset
 
 from qat_lora.ahead.rehearsal import SameRows
 from qat_lora.data.batches import epoch_order
+from qat_lora.data.packing import tokenizer_fingerprint
 from qat_lora.errors import UserError, one_line
 from qat_lora.kd import DRAWS
 from qat_lora.kd.cache import PREFIX, CacheSpec, read_manifest, read_shard
+from qat_lora.models.loading import load_config
 
 
 class KDCacheDataset(Dataset):
@@ -124,6 +126,12 @@ class KDCacheDataset(Dataset):
             "entropy": item["entropy"].float(),
         }
         return clipped(targets, prob.shape[1], self.vocab) if self._clips else targets
+
+
+def open_splits(cache_dir: str, model: str, tokenizer) -> tuple[KDCacheDataset, KDCacheDataset]:
+    """The training and held-out rows of a cache, for a model and its tokenizer."""
+    facts = {"tokenizer": tokenizer_fingerprint(tokenizer), "vocab": load_config(model).vocab_size}
+    return KDCacheDataset(cache_dir, "train", **facts), KDCacheDataset(cache_dir, "heldout", **facts)
 
 
 def planned_rows(cache_dir: str, count: int) -> SameRows:

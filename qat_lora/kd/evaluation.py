@@ -1,7 +1,5 @@
 """The divergence of a student from its cached teacher on held-out rows."""
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,7 +8,7 @@ from torch.utils.data import Dataset
 from qat_lora.backend import TorchBackend
 from qat_lora.models.architecture import hidden_states
 from qat_lora.quant.student import head_of
-from qat_lora.train.evaluation import batch_means
+from qat_lora.train.evaluation import batch_means, perplexity
 from qat_lora.train.losses import log_probs_at
 
 
@@ -37,5 +35,5 @@ def heldout_figures(
 
     nll, predicted, kl, kept = batch_means(figures, model, dataset, backend, batch_size, rows)
     nll, kl = nll / predicted, kl / kept
-    measured = {"heldout_nll": nll, "heldout_ppl": math.exp(min(nll, 80)), "heldout_kl": kl}
+    measured = {"heldout_nll": nll, "heldout_ppl": perplexity(nll), "heldout_kl": kl}
     return measured | {"heldout_rows": min(rows, len(dataset))}

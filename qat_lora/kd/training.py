@@ -12,20 +12,9 @@ from qat_lora.models.architecture import hidden_states
 from qat_lora.quant.linear import parameter_groups
 from qat_lora.quant.student import head_of
 from qat_lora.quant.training import select_parameters
-from qat_lora.run.metrics import Metric, Share, Total
 from qat_lora.run.options import RATE, check_range
 from qat_lora.run.session import Session
-from qat_lora.train.loop import (
-    Plan,
-    Stage,
-    StageState,
-    ema_copy,
-    fit,
-    row_stream,
-    tokens_of,
-    trained_parameters,
-    update_ema,
-)
+from qat_lora.train.loop import Plan, Stage, StageState, ema_copy, row_stream, trained_parameters, update_ema
 from qat_lora.train.losses import kept, sparse_loss
 from qat_lora.train.optimizer import new_optimizer
 
@@ -76,9 +65,8 @@ class QATPlan(Plan):
 
 
 def qat_stage(
-    student: nn.Module, train: Dataset, plan: QATPlan, session: Session, evaluate: Callable[[int, nn.Module], dict],
-    name: str = "qat",
-) -> Stage:  # fmt: skip
+    student: nn.Module, train: Dataset, plan: QATPlan, session: Session, evaluate: Callable[[int, nn.Module], dict]
+) -> Stage:
     """A stage that trains a placed student's trainable parameters within the plan's scope on a KDCacheDataset.
 
     evaluate(step, model) returns held-out figures and may save the best checkpoint; model is the student, or its moving
@@ -92,22 +80,7 @@ def qat_stage(
     average = ema_copy(student) if plan.ema else None
     shown = student if average is None else average
     return Stage(
-        name, session, plan, optimizer, row_stream(train, plan, backend),
+        "qat", session, plan, optimizer, row_stream(train, plan, backend),
         StageState(student, optimizer, average, parameters=kept), lambda step: evaluate(step, shown),
         after_step=(lambda: update_ema(average, student, plan.ema)) if plan.ema else None,
     )  # fmt: skip
-
-
-def kd_objective(model: nn.Module, batch: dict) -> tuple:
-    """The distillation loss of a batch, and its metrics."""
-    loss = kd_loss(model, batch)
-    metrics: dict[str, Metric] = {"loss": Share(loss), "kl": Share(loss - target_entropy(batch))}
-    return loss, metrics | {"tokens": Total(tokens_of(batch))}
-
-
-def train_qat(
-    student: nn.Module, train: Dataset, plan: QATPlan, session: Session, evaluate: Callable[[int, nn.Module], dict],
-    stage: str = "qat",
-) -> None:  # fmt: skip
-    """Run `qat_stage` to its end. scripts/train_qat.py has the same loop written out."""
-    fit(qat_stage(student, train, plan, session, evaluate, stage), student, kd_objective)

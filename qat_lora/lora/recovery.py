@@ -8,13 +8,15 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from qat_lora.backend import TorchBackend, compute_dtype
-from qat_lora.kd.training import kd_loss, kd_soft_ce, target_entropy
-from qat_lora.models.architecture import hidden_states
+from qat_lora.kd.training import kd_loss, kd_soft_ce
+from qat_lora.models.architecture import hidden_states, unwrap
+from qat_lora.quant.linear import quantized_layers
 from qat_lora.quant.student import head_of
-from qat_lora.run.metrics import Share, Total
 from qat_lora.run.session import Session
-from qat_lora.train.loop import Plan, Stage, StageState, fit, row_stream, tokens_of
+from qat_lora.train.language_memory import loading_memory
+from qat_lora.train.loop import Plan, Stage, StageState, row_stream
 from qat_lora.train.losses import text_loss
+from qat_lora.train.memory import Parts
 from qat_lora.train.optimizer import new_optimizer
 
 MODES = {"kd": kd_loss, "sft": text_loss, "recover": text_loss}
@@ -41,6 +43,11 @@ class Anchor:
         """weight · KL(original student ‖ model), up to the constant entropy."""
         return self.weight * kd_soft_ce(_logits(model, self.tokens), self.logits)
 
+    @staticmethod
+    def memory(model: nn.Module, positions: int) -> int:
+        """Bytes of five tensors of the size of its logits: stored and new logits, softmax, log softmax, gradient."""
+        return 5 * 4 * positions * unwrap(model).get_output_embeddings().weight.shape[0]
+
 
 def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
     hidden = hidden_states(model, tokens)
@@ -58,20 +65,9 @@ def recovery_stage(
     return Stage("recovery", session, plan, optimizer, stream, StageState(model, optimizer), evaluate)
 
 
-def train_recovery_lora(
-    model: nn.Module, train: Dataset, mode: str, plan: Plan, anchor: Anchor | None, session: Session,
-    evaluate: Callable[[int], dict],
-) -> None:  # fmt: skip
-    """Run `recovery_stage` to its end, for callers other than scripts/train_recovery_lora.py.
-
-    mode: "kd" (train is a KDCacheDataset), "sft" or "recover" (train is a TextDataset).
-    """
-
-    def objective(model: nn.Module, batch: dict) -> tuple:
-        loss = MODES[mode](model, batch)
-        metrics = {"kl": Share(loss - target_entropy(batch))} if mode == "kd" and not anchor else {}
-        if anchor:
-            loss = loss + anchor.loss(model) / (plan.accumulation * session.backend.world_size)
-        return loss, {"loss": Share(loss), **metrics, "tokens": Total(tokens_of(batch))}
-
-    fit(recovery_stage(model, train, plan, session, evaluate), model, objective)
+def fitting_memory(model: nn.Module) -> Parts:
+    """The memory that fitting a new adapter to the quantisation error takes (`lora.add.fit_to_error`)."""
+    linear = [layer for layer in quantized_layers(model).values() if isinstance(layer, nn.Linear)]
+    moments = sum(4 * layer.in_features**2 for layer in linear)
+    base = 4 * sum(p.numel() for name, p in model.named_parameters() if "lora_" not in name)
+    return loading_memory(model) | {"base model": base, "second moments": moments}

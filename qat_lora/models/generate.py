@@ -39,7 +39,9 @@ def complete(
     Raises UserError for invalid values, for a template that is missing or refuses the messages, and for a prompt that
     does not fit the model's context.
     """
-    check_sampling(max_new_tokens, temperature, top_p)
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens={max_new_tokens} generates nothing; use 1 or more")
+    check_sampling(temperature, top_p=top_p)
     inputs, base = _encode(tokenizer, prompt, thinking), unwrap(model)
     used, context = _sizes(model, inputs)
     if context and used + max_new_tokens > context:
@@ -153,14 +155,14 @@ def check_room(
         )
 
 
-def check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> None:
+def check_sampling(temperature: float, top_k: int = 0, top_p: float = 1.0) -> None:
     """Raise UserError for invalid sampling settings."""
-    if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens={max_new_tokens} generates nothing; use 1 or more")
     if temperature and not LEAST <= temperature < float("inf"):
-        raise UserError(f"temperature={temperature} must be 0 (greedy) or at least {LEAST:g}; use e.g. 0.7")
-    if not 0 < top_p <= 1:
-        raise UserError(f"top_p={top_p} is outside (0, 1]; 1 keeps every token")
+        raise UserError(f"temperature {temperature} must be 0 (greedy) or at least {LEAST:g}; use e.g. 0.7")
+    if top_k < 0:
+        raise UserError(f"top-k {top_k} must not be negative; use 0 for no restriction")
+    if not LEAST <= top_p <= 1:
+        raise UserError(f"top-p {top_p} is outside [{LEAST:g}, 1]; use 1 for no restriction")
 
 
 def _sizes(model: nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[int, int | None]:

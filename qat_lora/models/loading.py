@@ -7,7 +7,8 @@ import io
 import os
 import re
 import threading
-from contextlib import redirect_stderr
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from unittest.mock import patch
 
@@ -43,7 +44,8 @@ from qat_lora.models.source import (
 from qat_lora.models.tokens import check_vocabulary
 from qat_lora.run.hub import hub_fault
 
-_building = threading.RLock()  # loading changes global defaults of transformers, and workers may be threads (TPU v3)
+# loading changes global defaults of transformers, and workers may be threads (TPU v3)
+_one_at_a_time = threading.RLock()
 
 # transformers rebuilds the same table for every module of a GGUF file's model, which takes half the loading time.
 gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
@@ -60,13 +62,28 @@ def _load(kind, name: str, **options):
     check_source(name)
     source = model_source(name)
     fault = hub_fault("model", name) if is_hub(name) else None
-    try:  # if the hub cannot be reached, files downloaded by an earlier run still load
-        # redirect_stderr: the GGUF reader shows its own progress bar
-        with _building, patch.object(gguf, "GGUFReader", gguf_reader), redirect_stderr(io.StringIO()):
-            offline = fault is not None
-            return kind.from_pretrained(**source, **options, trust_remote_code=False, local_files_only=offline)
+    offline = fault is not None  # files downloaded by an earlier run still load
+    # redirect_stderr: the GGUF reader shows its own progress bar
+    with _building(name, fault), patch.object(gguf, "GGUFReader", gguf_reader), redirect_stderr(io.StringIO()):
+        return kind.from_pretrained(**source, **options, trust_remote_code=False, local_files_only=offline)
+
+
+@contextmanager
+def _building(name: str, fault: str | None = None) -> Iterator[None]:
+    """Context in which transformers builds a model; raises UserError if that fails. fault: why the hub is silent."""
+    try:
+        with _one_at_a_time:
+            yield
     except Exception as error:  # transformers may raise anything for arbitrary files
-        raise _cannot_be_loaded(name, fault or error) from error
+        source = model_source(name)
+        said = (fault or one_line(error, 500)).replace(f"{source['pretrained_model_name_or_path']}/", "")[:160]
+        fix = (
+            "the file is damaged or of a type that transformers cannot read: download it again, or give a model folder"
+            if "gguf_file" in source
+            else "give a local folder, a .gguf file, a hub name where the hub can be reached, or the embedded --model "
+            f"{EMBEDDED}"
+        )
+        raise UserError(f"model {name!r} cannot be loaded ({said}); {fix}") from error
 
 
 @functools.lru_cache(1)
@@ -79,21 +96,6 @@ def gguf_reader(path) -> gguf.GGUFReader:
     seconds with a large vocabulary."""
     there = os.stat(path)
     return _parsed(str(path), there.st_size, there.st_mtime_ns)
-
-
-def _cannot_be_loaded(name: str, reason: str | Exception) -> UserError:
-    source = model_source(name)
-    said = reason if isinstance(reason, str) else one_line(reason, 500)
-    said = said.replace(f"{source['pretrained_model_name_or_path']}/", "")[:160]
-    if "gguf_file" in source:
-        return UserError(
-            f"model {name!r} cannot be loaded ({said}); the file is damaged or of a type that transformers cannot "
-            "read: download it again, or give a model folder"
-        )
-    return UserError(
-        f"model {name!r} cannot be loaded ({said}); give a local folder, a .gguf file, a hub name where the hub can be "
-        f"reached, or the embedded --model {EMBEDDED}"
-    )
 
 
 @functools.cache  # reading it from a GGUF file takes seconds
@@ -314,11 +316,8 @@ def empty_model(name: str) -> nn.Module:
     """The model's architecture without storage for its parameters. Raises UserError unless the headers of its local
     safetensors files list exactly its tensors."""
     config, whole = load_config(name), _full_config(name, files_key(name))
-    try:
-        with _building, torch.device("meta"):
-            model = text_class(name, whole)._from_config(copy.deepcopy(config), dtype=torch.float32)
-    except Exception as error:  # an arbitrary config may raise anything
-        raise _cannot_be_loaded(name, error) from error
+    with _building(name), torch.device("meta"):
+        model = text_class(name, whole)._from_config(copy.deepcopy(config), dtype=torch.float32)
     check_headers(name)
     model.tie_weights()
     return model.eval()
@@ -339,14 +338,11 @@ def _check_headers(name: str, state: tuple) -> None:
         return
     stored = headers(files)
     tensors = {key: header.empty() for key, header in stored.items()}
-    try:
-        with _building:
-            full, found = kind.from_pretrained(
-                None, config=copy.deepcopy(whole), state_dict=tensors, device_map={"": "meta"}, dtype=torch.float32,
-                ignore_mismatched_sizes=True, output_loading_info=True,
-            )  # fmt: skip
-    except Exception as error:
-        raise _cannot_be_loaded(name, error) from error
+    with _building(name):
+        full, found = kind.from_pretrained(
+            None, config=copy.deepcopy(whole), state_dict=tensors, device_map={"": "meta"}, dtype=torch.float32,
+            ignore_mismatched_sizes=True, output_loading_info=True,
+        )  # fmt: skip
     model, prefixes = language_model(name, full, load_config(name))
     _check_found(name, model.config, found, prefixes)
     for one, other in full.get_expanded_tied_weights_keys(all_submodels=True).items():

@@ -1,14 +1,45 @@
-"""Initialisation of a student before training: its scales and, with GPTQ, its weights."""
+"""The student before training: the model or student that it starts from, its scales and, with GPTQ, its weights."""
+
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from qat_lora.backend import TorchBackend
+from qat_lora.errors import UserError
 from qat_lora.models.architecture import decoder_layers, hidden_states, unwrap
-from qat_lora.quant.blockwise import block_outputs, compensate_block, first_inputs
+from qat_lora.models.loading import load_model
+from qat_lora.quant.blockwise import block_outputs, check_blocks, compensate_block, first_inputs
 from qat_lora.quant.init import initialise, input_moments, set_scale
 from qat_lora.quant.linear import QuantLinear, full_precision, quantized_layers
+from qat_lora.quant.student import StudentSpec, load_student, plain_model, quantize, read_student, thaw
 from qat_lora.run.console import watched
+from qat_lora.run.files import sha256
+
+
+def check_start(checkpoint: str, model: str, spec: StudentSpec, layer_steps: int) -> tuple[str, bool]:
+    """The checksum of the student file that a run starts from, and whether its codes are trained ones of `spec`. Raises
+    UserError if it is not a student of this model."""
+    made = read_student(checkpoint, model)
+    same = StudentSpec(**made["spec"]) == spec
+    if same and layer_steps:
+        raise UserError(
+            f"--layer-steps {layer_steps}: {checkpoint} already has these quantisers, so its blocks would only learn "
+            "from themselves; use --layer-steps 0"
+        )
+    return sha256(Path(checkpoint)), same and made["info"].get("trained") is not False
+
+
+def load_start(checkpoint: str | None, model: str, spec: StudentSpec, by_block: bool) -> tuple[nn.Module, bool]:
+    """The student before training, from the base model or a student file, and whether its scales are set. by_block:
+    raise UserError unless its blocks can be trained one by one."""
+    student, made = load_student(checkpoint, model) if checkpoint else (None, None)
+    if made and StudentSpec(**made["spec"]) == spec:
+        return thaw(student), True
+    base = plain_model(student) if made else load_model(model)
+    if by_block:
+        check_blocks(base)
+    return quantize(base, spec), False
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from qat_lora.models.architecture import (
 )
 from qat_lora.models.attention import Layout
 from qat_lora.models.check import CLOSE, FAULTS, sample_tokens
-from qat_lora.models.generate import LEAST
+from qat_lora.models.generate import check_sampling
 from qat_lora.quant.student import head_of
 from qat_lora.rl.policy import Prompts, log_probs
 
@@ -38,12 +38,7 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self):
-        if self.temperature and not self.temperature >= LEAST:
-            raise UserError(f"temperature {self.temperature} is below {LEAST:g}; use 0 for the most probable token")
-        if self.top_k < 0:
-            raise UserError(f"top-k {self.top_k} must not be negative; use 0 for no restriction")
-        if not LEAST <= self.top_p <= 1:
-            raise UserError(f"top-p {self.top_p} is outside [{LEAST:g}, 1]; use 1 for no restriction")
+        check_sampling(self.temperature, self.top_k, self.top_p)
 
 
 @dataclass(frozen=True)

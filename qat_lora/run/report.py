@@ -8,6 +8,7 @@ from typing import Any
 import jinja2
 
 from qat_lora.errors import UserError
+from qat_lora.run.console import attempt, summarise
 from qat_lora.run.files import read_json, write_atomically
 from qat_lora.run.plots import plot_run
 from qat_lora.run.resuming import read_config
@@ -58,6 +59,13 @@ PAGE = """<!doctype html>
 <table>{% for key, value in manifest %}<tr><td>{{ key }}<td>{{ value }}</tr>{% endfor %}</table></details>
 </html>
 """
+
+
+def finish(run: Run, result: dict[str, Any], made: dict[str, Any], quality: list[str], following: str) -> None:
+    """End a run with its final figures: write the report and summary.json, and print the summary, see `summarise`."""
+    page = attempt("writing the report", write_report, run.path, result)
+    run.finish("finished", **result)
+    summarise(made | {"report": page}, quality, following)
 
 
 def write_report(path: Path, result: dict[str, Any] | None = None) -> Path:

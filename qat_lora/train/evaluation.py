@@ -17,6 +17,11 @@ from qat_lora.run.console import watched
 from qat_lora.train.losses import text_loss
 
 
+def perplexity(nll: float) -> float:
+    """e^nll for an NLL in nats/token; it stays finite."""
+    return math.exp(min(nll, 80))
+
+
 def heldout_nll(
     model: nn.Module, dataset: Dataset, backend: TorchBackend, batch_size: int, rows: int
 ) -> dict[str, float]:
@@ -31,12 +36,18 @@ def heldout_nll(
     if not kept:
         raise UserError("the held-out rows have no target token; hold out more rows")
     nll = total / kept
-    return {"heldout_nll": nll, "heldout_ppl": math.exp(min(nll, 80)), "heldout_rows": min(rows, len(dataset))}
+    return {"heldout_nll": nll, "heldout_ppl": perplexity(nll), "heldout_rows": min(rows, len(dataset))}
+
+
+def batch_means(figures, model: nn.Module, dataset: Dataset, backend: TorchBackend, batch_size: int, rows: int) -> list:
+    """Means over batches of figures(batch) for the first `rows` rows, see `batch_sums`."""
+    count = -(-min(rows, len(dataset)) // batch_size)
+    return [total / count for total in batch_sums(figures, model, dataset, backend, batch_size, rows)]
 
 
 @torch.no_grad()
-def batch_means(figures, model: nn.Module, dataset: Dataset, backend: TorchBackend, batch_size: int, rows: int) -> list:
-    """Means over batches of figures(batch) for the first `rows` rows. All batches have one shape: the last is padded
+def batch_sums(figures, model: nn.Module, dataset: Dataset, backend: TorchBackend, batch_size: int, rows: int) -> list:
+    """Sums over batches of figures(batch) for the first `rows` rows. All batches have one shape: the last is padded
     with rows whose `mask` and `sections` are 0, so that ratios of sums weighted by them do not depend on batch_size.
 
     Worker k takes batches k, k+W, …; all workers run the same number of batches, and surplus batches do not count.
@@ -52,7 +63,8 @@ def batch_means(figures, model: nn.Module, dataset: Dataset, backend: TorchBacke
     for number in watched(numbers, "evaluating", len(numbers), shown=backend.is_main):
         start = number % count * batch_size
         items = [dataset[i] for i in range(start, min(start + batch_size, rows))]
-        items += [_uncounted(items[0])] * (batch_size - len(items))
+        zeros = {name: torch.zeros_like(items[0][name]) for name in ("mask", "sections") if name in items[0]}
+        items += [items[0] | zeros] * (batch_size - len(items))
         batch = backend.to_device({key: torch.stack([item[key] for item in items]) for key in items[0]})
         with backend.autocast():
             mine.append(figures(batch))
@@ -62,12 +74,7 @@ def batch_means(figures, model: nn.Module, dataset: Dataset, backend: TorchBacke
     values = backend.fetch(*[value for row in mine for value in row])
     shares = backend.group.gather([values[at : at + width] for at in range(0, len(values), width)])
     by_batch = [share[turn] for turn in range(len(mine)) for share in shares][:count]
-    return [sum(column) / count for column in zip(*by_batch)]
-
-
-def _uncounted(item: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A copy of a row without target tokens, so that it counts in no figure."""
-    return item | {name: torch.zeros_like(item[name]) for name in ("mask", "sections") if name in item}
+    return [sum(column) for column in zip(*by_batch)]
 
 
 def windows(
@@ -96,7 +103,6 @@ def counted(tokens: Tensor, scored: Tensor, given: int | None = None) -> Tensor:
     return where if given is None else where & (tokens[:, 1:] != given)
 
 
-@torch.no_grad()
 def text_figures(
     model: nn.Module,
     tokens: Tensor,
@@ -113,23 +119,15 @@ def text_figures(
     model's rows are dropped and the rest renormalised. Probability that the model assigns to rows that the teacher
     lacks counts against the model, as in the KD loss.
     """
-    count = len(tokens)
     where = counted(tokens, scored, given)
-    sums = []
-    starts = range(0, count, batch_size)
-    for start in watched(starts, "measuring", len(starts), shown=backend.is_main):
-        rows = torch.arange(start, start + batch_size)
-        keep = (rows < count).long()  # the last batch is padded to the same shape
-        rows = rows.clamp(max=count - 1)
-        batch = backend.to_device({"tokens": tokens[rows].long(), "mask": where[rows] * keep.unsqueeze(1)})
-        with backend.autocast():
-            sums += _window_sums(model, teacher, batch["tokens"], batch["mask"])
-        backend.step_boundary()
-    values = backend.fetch(*sums)
-    total = float(where.sum())
-    nll = sum(values[::2]) / total
-    figures = {"nll": nll, "ppl": math.exp(min(nll, 80)), "tokens": int(total)}
-    return figures | ({"kl": sum(values[1::2]) / total} if teacher is not None else {})
+    rows, total = [{"tokens": window, "mask": mask} for window, mask in zip(tokens, where)], int(where.sum())
+
+    def figures(batch: dict) -> list[Tensor]:
+        return _window_sums(model, teacher, batch["tokens"].long(), batch["mask"])
+
+    nll, kl = (value / total for value in batch_sums(figures, model, rows, backend, batch_size, len(rows)))
+    found = {"nll": nll, "ppl": perplexity(nll), "tokens": total}
+    return found if teacher is None else found | {"kl": kl}
 
 
 def _window_sums(model, teacher, tokens: Tensor, mask: Tensor) -> list[Tensor]:

@@ -73,6 +73,12 @@ def loading_memory(model: nn.Module, stored: int = 2) -> Parts:
     return program_memory(model) | {"weights": weight_memory(model), "the file": stored * count}
 
 
+def reading_memory(model: nn.Module) -> Parts:
+    """Memory while the trained model is read back from its file and compared with the one in memory."""
+    whole = 4 * sum(p.numel() for p in model.parameters())
+    return program_memory(model) | {"weights": whole, "read back": whole, "the file": whole}
+
+
 def training_memory(
     model: nn.Module, batch_size: int, length: int, bf16: bool, checkpointing: bool, beside: Parts | None = None,
     compiled: bool = False,

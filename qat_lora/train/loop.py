@@ -214,38 +214,6 @@ def tokens_of(batch: dict[str, Tensor]) -> int | Tensor:
     return (batch["segments"] > 0).sum() if "segments" in batch else batch["tokens"].numel()
 
 
-def fit(stage: Stage, model: nn.Module, objective: Callable[[nn.Module, dict], tuple[Tensor, dict]]) -> None:
-    """Run a stage to its end on objective(model, batch) → (loss, metrics). Scripts write this loop out themselves.
-
-    The objective must divide the loss by the batch's `total`, so that k micro-batches of b rows, on one worker or many,
-    are equivalent to one of k·b rows.
-    """
-    model.train()
-    for update in stage:
-        for batch in update:
-            with stage.backend.autocast():
-                loss, metrics = objective(model, batch)
-            stage.backend.backward(loss)
-            update.add(**metrics)
-        update.record(grad_norm=update.step())
-
-
-def update(
-    model: nn.Module, stream: Iterator[dict], loss_of: Callable[[nn.Module, dict], Tensor],
-    optimizer: torch.optim.Optimizer, plan: Plan, backend: TorchBackend,
-) -> dict[str, Tensor]:  # fmt: skip
-    """One update outside a run, for checks and benchmarks; returns its loss and grad_norm, device scalars."""
-    loss = 0
-    for micro in range(plan.accumulation):
-        if micro:
-            backend.step_boundary()
-        with backend.autocast():
-            part = loss_of(model, next(stream))
-        backend.backward(part)
-        loss = loss + part.detach()
-    return {"loss": loss, "grad_norm": backend.update(optimizer, plan.clip_grad_norm)}
-
-
 def ema_copy(student: nn.Module) -> nn.Module:
     """A copy of a student to hold its moving average; frozen parameters and buffers are shared, not copied."""
     frozen = [value for value in (*student.parameters(), *student.buffers()) if not value.requires_grad]

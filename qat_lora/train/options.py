@@ -98,19 +98,6 @@ class TrainOptions(BatchOptions):
                 "more text, or evaluate more rows"
             )
 
-    def check_memory(self, model: nn.Module, train: Dataset, backend: TorchBackend, workers: int) -> None:
-        """Raise UserError if training cannot fit on this machine. Dry runs pass: they may plan for another machine."""
-        if self.dry_run:
-            return
-        length = len(train[0]["tokens"])
-        from qat_lora.train.language_memory import least_training_memory, sizes_of
-        from qat_lora.train.memory import check_fits
-
-        need = least_training_memory(model, self.batch_size, length, backend.bf16)
-        what = f"training {sizes_of(model)} on --batch-size {self.batch_size} rows of {length} tokens"
-        what += f" with {workers} workers" if workers > 1 else ""
-        check_fits(backend, {"--batch-size, or take shorter rows or a smaller model": need}, what, workers)
-
     def memory(
         self, model: nn.Module, length: int, backend: TorchBackend, beside: Parts | None = None,
         more: dict[str, Parts] | None = None,
@@ -126,14 +113,22 @@ class TrainOptions(BatchOptions):
     def describe(
         self, model: nn.Module, train: Dataset, backend: TorchBackend, workers: int, beside: Parts | None = None,
         more: dict[str, Parts] | None = None,
-    ) -> list[str]:  # fmt: skip
-        """Lines to print about the effective batch, the epoch and a worker's estimated memory, see `memory`."""
-        from qat_lora.train.memory import memory_line
+    ) -> None:  # fmt: skip
+        """Print the effective batch, the epoch and a worker's estimated memory, see `memory`. Raises UserError if
+        training cannot fit on this machine, except in a dry run, which may plan for another machine."""
+        from qat_lora.run.console import say
+        from qat_lora.train.language_memory import least_training_memory, sizes_of
+        from qat_lora.train.memory import check_fits, memory_line
 
         rows, length = self.update_facts(workers)["rows_per_update"], len(train[0]["tokens"])
-        return [
+        if not self.dry_run:
+            need = least_training_memory(model, self.batch_size, length, backend.bf16)
+            what = f"training {sizes_of(model)} on --batch-size {self.batch_size} rows of {length} tokens"
+            what += f" with {workers} workers" if workers > 1 else ""
+            check_fits(backend, {"--batch-size, or take shorter rows or a smaller model": need}, what, workers)
+        say(
             f"effective batch: batch_size {self.batch_size} × accumulation_steps {self.accumulation_steps} × num_chips "
-            f"{workers} = {rows} rows or {rows * length} tokens",
-            f"an epoch: {len(train)} rows in {len(train) / rows:.1f} updates, {len(train) // workers} for each worker",
-            memory_line(self.memory(model, length, backend, beside, more), backend),
-        ]
+            f"{workers} = {rows} rows or {rows * length} tokens"
+        )
+        say(f"an epoch: {len(train)} rows in {len(train) / rows:.1f} updates, {len(train) // workers} for each worker")
+        say(memory_line(self.memory(model, length, backend, beside, more), backend))

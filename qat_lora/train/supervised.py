@@ -1,7 +1,5 @@
 """Supervised fine-tuning on packed examples: the loss on the target tokens, and held-out figures per section."""
 
-import math
-
 import torch
 from torch import Tensor, nn
 
@@ -11,7 +9,7 @@ from qat_lora.data.supervised import PackedExamples
 from qat_lora.models.architecture import hidden_states, packs
 from qat_lora.models.attention import Layout
 from qat_lora.quant.student import head_of
-from qat_lora.train.evaluation import batch_means
+from qat_lora.train.evaluation import batch_means, perplexity
 from qat_lora.train.losses import sparse_loss, token_log_probs
 
 
@@ -58,5 +56,5 @@ def heldout_sections(
     found = {}
     for name, total, count in zip(("heldout", *names), sums[::2], sums[1::2]):
         if count:
-            found |= {f"{name}_nll": total / count, f"{name}_ppl": math.exp(min(80.0, total / count))}
+            found |= {f"{name}_nll": total / count, f"{name}_ppl": perplexity(total / count)}
     return found

@@ -9,13 +9,14 @@ import time
 
 import pytest
 import torch
+from loops import one_update
 from torch import nn
 
 from qat_lora.backend import TorchBackend
 from qat_lora.data.batches import batches
 from qat_lora.data.packing import Rows, TextDataset
 from qat_lora.models.loading import load_model
-from qat_lora.train.loop import Plan, update
+from qat_lora.train.loop import Plan
 from qat_lora.train.losses import text_loss
 
 
@@ -91,7 +92,7 @@ def test_accumulation_equals_one_large_batch(backend, tiny_model_dir, size, accu
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         plan = Plan(4, batch_size, accumulation, 0.5, 0, 1.0, seed=5)
         stream = backend.prefetch(batches(text(), batch_size, accumulation, plan.seed))
-        figures = [update(model, stream, text_loss, optimizer, plan, backend) for _ in range(plan.steps)]
+        figures = [one_update(model, stream, text_loss, optimizer, plan, backend) for _ in range(plan.steps)]
         return model, [line[name].item() for line in figures for name in ("loss", "grad_norm")]
 
     (model, figures), (large, its) = train(size, accumulation), train(4, 1)

@@ -3,7 +3,8 @@
 from itertools import islice
 
 import torch
-from loops import learn, train_grpo
+from loops import learn, train_grpo, train_qat, train_recovery_lora
+from loops import one_update as updated
 from safetensors.torch import load_file
 from students import student_of
 from torch import nn
@@ -17,12 +18,12 @@ from qat_lora.experiments.musclebob.questions import heldout_questions
 from qat_lora.experiments.musclebob.validation import BobSampler
 from qat_lora.kd.evaluation import heldout_figures
 from qat_lora.kd.targets import teacher_targets
-from qat_lora.kd.training import QATPlan, kd_loss, train_qat
+from qat_lora.kd.training import QATPlan, kd_loss
 from qat_lora.kernels.head import Head
 from qat_lora.layer_qat import LayerPlan, train_layers
 from qat_lora.lora.adapter import save_adapter
 from qat_lora.lora.add import add_adapter
-from qat_lora.lora.recovery import Anchor, train_recovery_lora
+from qat_lora.lora.recovery import Anchor
 from qat_lora.models.architecture import decoder_layers
 from qat_lora.models.loading import load_model, load_tokenizer
 from qat_lora.quant.blockwise import compensate_block, first_inputs
@@ -35,7 +36,7 @@ from qat_lora.rl.objective import Objective
 from qat_lora.rl.policy import Prompts
 from qat_lora.rl.rollout import Sampling, rollout
 from qat_lora.run.session import Every
-from qat_lora.train.loop import Plan, update
+from qat_lora.train.loop import Plan
 from qat_lora.train.losses import sparse_loss
 from qat_lora.train.optimizer import new_optimizer
 
@@ -69,7 +70,7 @@ def one_update(backend, loss_of=kd_loss) -> tuple[nn.Module, dict]:
     student, plan = make_student(backend), Plan(1, 2, 1, 1e-3, 0, 1.0, seed=0)
     optimizer = new_optimizer(parameter_groups(student, 1e-3, 1e-3), backend)
     stream = backend.prefetch(batches(Cached(4), 2, 1, 0))
-    return student, update(student, stream, loss_of, optimizer, plan, backend)
+    return student, updated(student, stream, loss_of, optimizer, plan, backend)
 
 
 def make_student(backend, model: nn.Module | None = None) -> nn.Module:

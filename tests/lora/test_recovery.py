@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from loops import script
+from loops import script, train_recovery_lora
 from peft.tuners.lora import LoraLayer
 
 from qat_lora.data.batches import batches
@@ -15,7 +15,7 @@ from qat_lora.errors import UserError
 from qat_lora.kd.evaluation import heldout_figures
 from qat_lora.lora.adapter import Dropout, load_adapter, save_adapter
 from qat_lora.lora.add import add_adapter, fit_to_error, low_rank
-from qat_lora.lora.recovery import Anchor, train_recovery_lora
+from qat_lora.lora.recovery import Anchor
 from qat_lora.lora.targets import PROJECTIONS
 from qat_lora.models.loading import load_model
 from qat_lora.quant.linear import quantized_layers

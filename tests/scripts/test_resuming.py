@@ -16,7 +16,7 @@ from records import curve, lines, summary
 from small import CPU, SMALL
 
 from qat_lora.errors import UserError
-from qat_lora.run import resuming
+from qat_lora.run import report, resuming
 from qat_lora.run.session import Session
 
 DATED = """
@@ -175,10 +175,10 @@ def test_best_checkpoint_and_figure_agree_after_evaluation_changes_and_changes_b
     assert holds_its_best(tmp_path / "run")
 
 
-def test_a_run_may_be_killed_after_its_last_step(run, load_script, qat, tmp_path, monkeypatch):
+def test_a_run_may_be_killed_after_its_last_step(run, qat, tmp_path, monkeypatch):
     flags = [*qat, "--resume", "auto"]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(load_script("train_qat"), "write_report", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(report, "write_report", Mock(side_effect=KeyboardInterrupt))
         run("train_qat", *flags)
     assert not (tmp_path / "run" / "plots").exists()
     run("train_qat", *flags, "--eval-rows", 3)
@@ -186,8 +186,8 @@ def test_a_run_may_be_killed_after_its_last_step(run, load_script, qat, tmp_path
     assert summary(tmp_path / "run")["status"] == "finished"
 
 
-def test_a_failed_plot_does_not_fail_the_run(run, load_script, qat, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(load_script("train_qat"), "write_report", Mock(side_effect=RuntimeError("no fonts")))
+def test_a_failed_plot_does_not_fail_the_run(run, qat, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(report, "write_report", Mock(side_effect=RuntimeError("no fonts")))
     run("train_qat", *qat)
     assert "warning: writing the report failed (no fonts)" in capsys.readouterr().out
     assert summary(tmp_path / "run")["status"] == "finished"

@@ -6,13 +6,14 @@ from functools import partial
 
 import pytest
 import torch
+from loops import train_qat
 from students import student_of
 
 from qat_lora.backend import TorchBackend
 from qat_lora.data.batches import batches
 from qat_lora.errors import UserError
 from qat_lora.kd.evaluation import heldout_figures
-from qat_lora.kd.training import QATPlan, kd_loss, train_qat
+from qat_lora.kd.training import QATPlan, kd_loss
 from qat_lora.models.loading import load_model
 from qat_lora.quant.linear import parameter_groups, quantized_layers
 from qat_lora.quant.student import StudentSpec

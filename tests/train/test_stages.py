@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 import torch
+from loops import train_qat
 from students import student_of
 
-from qat_lora.kd.training import QATPlan, train_qat
+from qat_lora.kd.training import QATPlan
 from qat_lora.quant.linear import freeze, quantized_layers
 from qat_lora.quant.student import StudentSpec, plain_model, quantize
 from qat_lora.train.loop import update_ema

@@ -1,6 +1,5 @@
 """Evaluation of a fine-tune on legal chains of thought: answers to held-out questions, and their scores."""
 
-import shutil
 from pathlib import Path
 
 from torch import nn
@@ -10,10 +9,9 @@ from qat_lora.experiments.legal.answers import invented, messages, response, sco
 from qat_lora.experiments.legal.authorities import Authorities
 from qat_lora.experiments.legal.data import LegalData
 from qat_lora.experiments.legal.sections import NUMBERS, Answer
-from qat_lora.models.writing import write_model
 from qat_lora.rl.sampler import GREEDY, Sampler
 from qat_lora.run.console import say
-from qat_lora.run.files import new_folder, read_json, write_json
+from qat_lora.run.files import read_json, write_json
 from qat_lora.run.rundir import Run
 from qat_lora.train.supervised import heldout_sections
 
@@ -97,11 +95,15 @@ def _read_rates(path: Path) -> dict:
     return rates
 
 
-# -- model -----------------------------------------------------------------------------------------------------------
-def write_whole(model: nn.Module, tokenizer, folder: Path) -> None:
-    """Write the model in the format that transformers loads, replacing anything that an earlier process left there."""
-    if folder.is_file():
-        folder.unlink()
-    shutil.rmtree(folder, ignore_errors=True)
-    with new_folder(folder) as part:
-        write_model(model, tokenizer, part, folder)
+def quality(run: Run, figures: dict) -> list[str]:
+    """Lines with the held-out perplexity and the rates of the answers, each with its value before training."""
+    lines = [line for line in run.metrics() if "heldout_ppl" in line]
+    first, last = lines[0]["heldout_ppl"], lines[-1]["heldout_ppl"]
+    said = [f"held-out perplexity of the answers {last:.2f}; before training {first:.2f}"]
+    for name, rate in figures.get("final", {}).items():
+        before = figures["baseline"].get(name)
+        said.append(
+            f"{name} {rate['rate']:.1%} (95% interval {rate['low']:.1%}–{rate['high']:.1%})"
+            + (f"; before training {before['rate']:.1%}" if before else "")
+        )
+    return said

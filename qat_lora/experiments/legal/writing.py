@@ -1,0 +1,37 @@
+"""The files of a fine-tuned model: its adapter, and the whole model with the adapter merged."""
+
+import shutil
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from qat_lora.backend import TorchBackend
+from qat_lora.lora.adapter import adapter_values, save_adapter
+from qat_lora.lora.merge import merged
+from qat_lora.models.writing import write_model
+from qat_lora.run.console import say
+from qat_lora.run.files import new_folder, sha256
+
+
+def write_trained(
+    model: nn.Module, name: str, folder: Path, tokenizer, tokens: Tensor, backend: TorchBackend
+) -> tuple[dict[str, Path | None], float | None]:
+    """Write adapter/ if the model has an adapter, and model/ in the format that transformers loads, replacing anything
+    that an earlier process left there. Returns {what: path}, and the largest difference between their logits on
+    `tokens`, see `lora.merge.merged`.
+
+    name: the model before training. folder: the run directory; its base.pt is the quantised base, if there is one.
+    """
+    checkpoint = folder / "base.pt" if (folder / "base.pt").exists() else None
+    adapter, whole = folder / "adapter" if adapter_values(model) else None, folder / "model"
+    if adapter:
+        save_adapter(model, adapter, sha256(checkpoint) if checkpoint else None)
+    trained, gap = merged(model, name, checkpoint, adapter, tokens, backend)
+    if whole.is_file():
+        whole.unlink()
+    shutil.rmtree(whole, ignore_errors=True)
+    with new_folder(whole) as part:
+        write_model(trained, tokenizer, part, whole)
+    if gap is not None:
+        say(f"adapter and merged model differ by {gap:.1e} in a logit")
+    return {"adapter": adapter, "model": whole}, gap
