@@ -156,7 +156,7 @@ class Compiler:
     topology. Raises UserError if libtpu is missing or does not know the chip.
     """
 
-    def __init__(self, chip: str, topology: str = "1x1", jobs: int = 1, kept: Path = FOUND):
+    def __init__(self, chip: str, topology: str = "1x1", jobs: int = 1, file: Path = FOUND):
         self.version = libtpu_version()
         if self.version is None:
             raise UserError("libtpu or jax is not installed; pip install -r requirements-dev.txt (Linux on x86-64)")
@@ -164,8 +164,8 @@ class Compiler:
             raise UserError(
                 f"libtpu {LIBTPU} does not know {chip}, which needs e.g. {CHIPS[chip].libtpu}; use another --chip"
             )
-        self.chip, self.topology, self.kept = chip, topology, kept
-        self.known = _read(KNOWN) | _read(kept)
+        self.chip, self.topology, self.file = chip, topology, file
+        self.known = _read(KNOWN) | _read(file)
         self.pool, self.local = ThreadPoolExecutor(jobs), threading.local()
         self.children: list[_Child] = []
         self.ended = False
@@ -214,14 +214,14 @@ class Compiler:
         """Add a result to the file; a file that cannot be written costs the next check its time, not this one."""
         with self.writing:
             try:
-                self.kept.parent.mkdir(parents=True, exist_ok=True)
-                with open(self.kept, "a+b") as file:
+                self.file.parent.mkdir(parents=True, exist_ok=True)
+                with open(self.file, "a+b") as file:
                     file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
                     whole = file.read() in (b"", b"\n")  # otherwise an interruption cut the last line short
                     file.write(b"" if whole else b"\n")
                     file.write(json.dumps(entry).encode() + b"\n")
             except OSError as error:
-                print(f"warning: {self.kept}: {error.strerror}; the result is not kept", file=sys.stderr)
+                print(f"warning: {self.file}: {error.strerror}; the result is not kept", file=sys.stderr)
 
     def _judged(self, found: dict, beside: int) -> "Compiled | NotCompiled":
         if "error" in found:

@@ -195,13 +195,13 @@ def split_heldout(rows: Rows, fraction: float) -> tuple[Rows, Rows]:
     if not 0 <= fraction < 1:
         raise UserError(f"held-out fraction {fraction} is outside [0, 1); use e.g. 0.05")
     held = max(1, round(fraction * len(rows))) if fraction > 0 else 0
-    kept = len(rows) - held
-    if kept < 1:
+    trained = len(rows) - held
+    if trained < 1:
         raise UserError(
             f"holding out {held} of {len(rows)} rows leaves nothing to train on; "
             "use a smaller fraction, shorter rows or more text"
         )
-    sides = slice(None, kept), slice(kept, None)
+    sides = slice(None, trained), slice(trained, None)
     return tuple(Rows(rows.tokens[side], rows.mask[side], rows.given) for side in sides)
 
 
