@@ -58,7 +58,7 @@ from qat_lora.data.chat import check_template
 from qat_lora.data.text import nfc
 from qat_lora.errors import UserError
 from qat_lora.lora.adapter import load_adapter
-from qat_lora.models.generate import check_device, check_room, check_sampling, complete
+from qat_lora.models.generate import check_device, check_room, check_temperature, complete
 from qat_lora.models.loading import load_model
 from qat_lora.models.packaged import EMBEDDED, notes
 from qat_lora.quant.student import load_student
@@ -106,7 +106,7 @@ def main(cfg: Config) -> None:
 
 def check(cfg: Config) -> None:
     check_device(cfg.device)
-    check_sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p)
+    check_temperature(cfg.temperature)
     if cfg.raw and cfg.system is not None:
         raise UserError("--system needs the chat template, which --raw turns off; leave one of them out")
     if cfg.raw and (cfg.chat_template is not None or cfg.thinking is not None):

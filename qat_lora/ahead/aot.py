@@ -19,10 +19,9 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from qat_lora.errors import ROOT, UserError
+from qat_lora.errors import ROOT, UserError, installed_version
 
 LIBTPU = "0.0.21"  # the version that torch_xla 2.9.0 runs with, pinned in requirements-dev.txt
 OPENING = 120  # seconds that libtpu may take to open a topology
@@ -142,10 +141,7 @@ class NotCompiled(UserError):
 
 def libtpu_version() -> str | None:
     """The installed libtpu's version; None if libtpu or jax, which opens it, is missing."""
-    try:
-        return version("jax") and version("jaxlib") and version("libtpu")
-    except PackageNotFoundError:
-        return None
+    return installed_version("jax") and installed_version("jaxlib") and installed_version("libtpu")
 
 
 class Compiler:
@@ -260,18 +256,13 @@ def refusal(text: str) -> NotCompiled:
 
 
 def _read(path: Path) -> dict[str, dict]:
-    """The results in a file; what is no result, such as a line that an interruption cut short, is left out."""
-    found, names = {}, {each.name for each in fields(Compiled)}
+    """The results in a file, without those that have other figures; their graphs are compiled again."""
+    found, whole = {}, {"key", *(each.name for each in fields(Compiled))}
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError):  # a line that an interruption cut short
             entry = json.loads(line)
-            key = entry.pop("key", None) if isinstance(entry, dict) else None
-            numbers = entry.values() if key else ()
-            if key and (
-                isinstance(entry.get("error"), str)
-                or (entry.keys() == names and all(isinstance(value, int | float | dict) for value in numbers))
-            ):
-                found[key] = entry
+            if entry.keys() in (whole, {"key", "error"}):
+                found[entry.pop("key")] = entry
     return found
 
 

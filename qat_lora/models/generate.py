@@ -36,10 +36,9 @@ def complete(
     (top_k, repetition penalty) are switched off, so that models are compared under the same settings.
     thinking: the value of the template's `enable_thinking` switch, if it has one; None leaves the default.
     streamer: a transformers streamer that receives the prompt and each token as it is generated.
-    Raises UserError for invalid values, for a template that is missing or refuses the messages, and for a prompt that
-    does not fit the model's context.
+    Raises UserError for a template that is missing or refuses the messages, and for a prompt that does not fit the
+    model's context.
     """
-    check_sampling(max_new_tokens, temperature, top_p)
     inputs, base = _encode(tokenizer, prompt, thinking), unwrap(model)
     used, context = _sizes(model, inputs)
     if context and used + max_new_tokens > context:
@@ -153,14 +152,10 @@ def check_room(
         )
 
 
-def check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> None:
-    """Raise UserError for invalid sampling settings."""
-    if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens={max_new_tokens} generates nothing; use 1 or more")
-    if temperature and not LEAST <= temperature < float("inf"):
-        raise UserError(f"temperature={temperature} must be 0 (greedy) or at least {LEAST:g}; use e.g. 0.7")
-    if not 0 < top_p <= 1:
-        raise UserError(f"top_p={top_p} is outside (0, 1]; 1 keeps every token")
+def check_temperature(temperature: float) -> None:
+    """Raise UserError for a temperature that cannot be used."""
+    if temperature and temperature < LEAST:
+        raise UserError(f"--temperature {temperature} must be 0 (greedy) or at least {LEAST:g}; use e.g. 0.7")
 
 
 def _sizes(model: nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[int, int | None]:
