@@ -10,6 +10,7 @@ import sys
 import threading
 import traceback
 from contextlib import contextmanager, suppress
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import TextIO
@@ -126,6 +127,14 @@ def load_package(name: str, what: str, otherwise: str = "") -> ModuleType:
             reason = f"{package} cannot be imported ({type(error).__name__}: {reason})"
             fix = f"pip install --force-reinstall {package}"
         raise UserError(f"{what}: {reason}; {fix}{otherwise}") from error
+
+
+def installed_version(package: str) -> str | None:
+    """The version of an installed package; None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def explain_missing_packages() -> None:

@@ -32,7 +32,9 @@ class Config(TextOptions, ScriptConfig):
     )
     top_k: int = opt.data(8, "exact probabilities stored per position", at_least=1)
     draws: int = opt.data(DRAWS, "tail tokens sampled per position", at_least=1)
-    heldout_fraction: float = opt.data(0.1, "share of the rows, from the end, held out for evaluation")
+    heldout_fraction: float = opt.data(
+        0.1, "share of the rows, from the end, held out for evaluation", at_least=0, below=1, fix="use e.g. 0.05"
+    )
     rows_per_shard: int = opt.data(128, "rows per shard file", at_least=1)
     batch_size: int = opt.run(4, "rows per forward pass of the teacher", at_least=1)
     resume: Literal["auto", "off"] = opt.run("auto", "auto resumes an unfinished cache; off refuses to touch one")

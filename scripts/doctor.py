@@ -14,7 +14,6 @@ import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 BROKEN = "BAD  python: {}   fix: make setup, or pip install -r requirements.txt and pip install -e ."
@@ -39,12 +38,11 @@ try:
 
     from qat_lora.backend import resolve, tpu_chips
     from qat_lora.backend.eager import cpu_has_bf16
-    from qat_lora.errors import UserError
+    from qat_lora.errors import ROOT, UserError, installed_version
     from qat_lora.models.packaged import EMBEDDED, PACKAGED, packaged_file
 except ImportError as error:
     sys.exit(BROKEN.format(error))
 
-ROOT = Path(__file__).resolve().parents[1]
 HUGEPAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 OLDEST_PYTHON = (3, 11)
 CHECKPOINT_GB = 10  # the fp32 weights and two moments of Qwen3-0.6B take 7 GB
@@ -105,7 +103,7 @@ def packages(requirements: Path, optional: set[str]) -> Iterator[Finding]:
         if pin.marker and not pin.marker.evaluate():
             yield Finding("--", f"{pin.name}: not available for this platform")
             continue
-        found = version(pin.name)
+        found = installed_version(pin.name)
         fix = f"pip install {'--no-deps ' if 'model' in requirements.name else ''}-r {requirements.name}"
         if found is None:
             yield Finding("--" if pin.name in optional else "BAD", f"{pin.name}: not installed", fix)
@@ -115,16 +113,9 @@ def packages(requirements: Path, optional: set[str]) -> Iterator[Finding]:
             yield Finding("ok", f"{pin.name} {found}")
 
 
-def version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def torch_pair(wants_xla: bool) -> Iterator[Finding]:
     """torch_xla is built against one minor version of torch and does not load with another."""
-    ours, xla = version("torch"), version("torch_xla")
+    ours, xla = installed_version("torch"), installed_version("torch_xla")
     if ours is None or xla is None:
         return
     if ours.split(".")[:2] == xla.split(".")[:2]:
@@ -139,7 +130,7 @@ def accelerators(chips: list[str], requested: str) -> Iterator[Finding]:
     if chips:
         yield Finding("ok", f"{len(chips)} TPU chips: {', '.join(chips)}")
         needed = requested in ("auto", "tpu", "xla")
-        if version("libtpu") is None:
+        if installed_version("libtpu") is None:
             yield Finding("BAD" if needed else "--", "libtpu: not installed", "pip install -r requirements-tpu.txt")
     else:
         yield Finding("--", "no TPU chip on the PCI bus")

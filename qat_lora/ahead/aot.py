@@ -19,10 +19,9 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from qat_lora.errors import ROOT, UserError
+from qat_lora.errors import ROOT, UserError, installed_version
 
 LIBTPU = "0.0.21"  # the version that torch_xla 2.9.0 runs with, pinned in requirements-dev.txt
 OPENING = 120  # seconds that libtpu may take to open a topology
@@ -142,10 +141,7 @@ class NotCompiled(UserError):
 
 def libtpu_version() -> str | None:
     """The installed libtpu's version; None if libtpu or jax, which opens it, is missing."""
-    try:
-        return version("jax") and version("jaxlib") and version("libtpu")
-    except PackageNotFoundError:
-        return None
+    return installed_version("jax") and installed_version("jaxlib") and installed_version("libtpu")
 
 
 class Compiler:
@@ -156,7 +152,7 @@ class Compiler:
     topology. Raises UserError if libtpu is missing or does not know the chip.
     """
 
-    def __init__(self, chip: str, topology: str = "1x1", jobs: int = 1, kept: Path = FOUND):
+    def __init__(self, chip: str, topology: str = "1x1", jobs: int = 1, file: Path = FOUND):
         self.version = libtpu_version()
         if self.version is None:
             raise UserError("libtpu or jax is not installed; pip install -r requirements-dev.txt (Linux on x86-64)")
@@ -164,8 +160,8 @@ class Compiler:
             raise UserError(
                 f"libtpu {LIBTPU} does not know {chip}, which needs e.g. {CHIPS[chip].libtpu}; use another --chip"
             )
-        self.chip, self.topology, self.kept = chip, topology, kept
-        self.known = _read(KNOWN) | _read(kept)
+        self.chip, self.topology, self.file = chip, topology, file
+        self.known = _read(KNOWN) | _read(file)
         self.pool, self.local = ThreadPoolExecutor(jobs), threading.local()
         self.children: list[_Child] = []
         self.ended = False
@@ -214,14 +210,14 @@ class Compiler:
         """Add a result to the file; a file that cannot be written costs the next check its time, not this one."""
         with self.writing:
             try:
-                self.kept.parent.mkdir(parents=True, exist_ok=True)
-                with open(self.kept, "a+b") as file:
+                self.file.parent.mkdir(parents=True, exist_ok=True)
+                with open(self.file, "a+b") as file:
                     file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
                     whole = file.read() in (b"", b"\n")  # otherwise an interruption cut the last line short
                     file.write(b"" if whole else b"\n")
                     file.write(json.dumps(entry).encode() + b"\n")
             except OSError as error:
-                print(f"warning: {self.kept}: {error.strerror}; the result is not kept", file=sys.stderr)
+                print(f"warning: {self.file}: {error.strerror}; the result is not kept", file=sys.stderr)
 
     def _judged(self, found: dict, beside: int) -> "Compiled | NotCompiled":
         if "error" in found:
@@ -260,18 +256,13 @@ def refusal(text: str) -> NotCompiled:
 
 
 def _read(path: Path) -> dict[str, dict]:
-    """The results in a file; what is no result, such as a line that an interruption cut short, is left out."""
-    found, names = {}, {each.name for each in fields(Compiled)}
+    """The results in a file, without those that have other figures; their graphs are compiled again."""
+    found, whole = {}, {"key", *(each.name for each in fields(Compiled))}
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError):  # a line that an interruption cut short
             entry = json.loads(line)
-            key = entry.pop("key", None) if isinstance(entry, dict) else None
-            numbers = entry.values() if key else ()
-            if key and (
-                isinstance(entry.get("error"), str)
-                or (entry.keys() == names and all(isinstance(value, int | float | dict) for value in numbers))
-            ):
-                found[key] = entry
+            if entry.keys() in (whole, {"key", "error"}):
+                found[entry.pop("key")] = entry
     return found
 
 

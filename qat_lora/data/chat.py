@@ -10,6 +10,7 @@ from jinja2 import TemplateError
 
 from qat_lora.data.text import END
 from qat_lora.errors import UserError
+from qat_lora.models.tokens import special_tokens
 
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant"}
 KNOWN_FORMATS = (
@@ -146,9 +147,6 @@ def render_chat(messages: list[dict], tokenizer, thinking: str, given: int = 0) 
     Raises UserError if the tokenizer has no template, if the template refuses the messages or writes something before
     an answer but has no generation prompt, or if no completion is found.
     """
-    if thinking not in THINKING:
-        raise UserError(f'thinking="{thinking}" is not one of {", ".join(THINKING)}')
-    check_template(tokenizer)
     spans = {}
     for enabled in THINKING[thinking]:
         text, ranges = _completions(messages, tokenizer, enabled, given)
@@ -237,7 +235,7 @@ def _completion_spans(
     turns = [n for n, message in enumerate(messages) if n >= max(1, given) and message["role"] == "assistant"]
     if not turns:
         raise UserError("no assistant turn follows a prompt; a chat row needs at least one user and one assistant turn")
-    markers = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    markers = tuple(special_tokens(tokenizer))
     spans = []
     for turn in turns:
         before = render(messages[:turn], tokenizer, enabled, prompt=True)

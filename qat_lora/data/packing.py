@@ -114,10 +114,6 @@ def pack(
     which has no context there and so could not be a target: a row of 256 is BOS and 255 tokens of text.
     Raises UserError if the text does not fill one row or the tokenizer has no EOS.
     """
-    if length < 2:
-        raise UserError(f"length={length} leaves nothing to predict; use 2 or more")
-    if max_rows is not None and max_rows < 1:
-        raise UserError(f"max_rows={max_rows} keeps nothing; use 1 or more, or leave it out")
     most = length if bos is None else length + 1  # the maximum number of stream tokens that a row uses
     tokens, mask = stream(documents, tokenizer, None if max_rows is None else max_rows * most, bos)
     starts = window_starts(tokens, length, length, bos)[:max_rows]
@@ -187,21 +183,19 @@ def _span_numbers(offsets: list[tuple[int, int]], spans: tuple[tuple[int, int], 
 
 
 def split_heldout(rows: Rows, fraction: float) -> tuple[Rows, Rows]:
-    """(train, held-out): the last max(1, round(fraction·N)) rows are held out, or none if fraction is 0.
+    """(train, held-out): the last max(1, round(fraction·N)) rows are held out, or none if fraction (in [0, 1)) is 0.
 
     The held-out rows are contiguous, so that no held-out token is trained on; both parts are views of `rows`.
-    Raises UserError for a fraction outside [0, 1), and if no row would be left for training.
+    Raises UserError if no row would be left for training.
     """
-    if not 0 <= fraction < 1:
-        raise UserError(f"held-out fraction {fraction} is outside [0, 1); use e.g. 0.05")
     held = max(1, round(fraction * len(rows))) if fraction > 0 else 0
-    kept = len(rows) - held
-    if kept < 1:
+    trained = len(rows) - held
+    if trained < 1:
         raise UserError(
             f"holding out {held} of {len(rows)} rows leaves nothing to train on; "
             "use a smaller fraction, shorter rows or more text"
         )
-    sides = slice(None, kept), slice(kept, None)
+    sides = slice(None, trained), slice(trained, None)
     return tuple(Rows(rows.tokens[side], rows.mask[side], rows.given) for side in sides)
 
 

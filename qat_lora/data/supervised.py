@@ -82,12 +82,12 @@ def without_figures(text: str) -> str:
 def deduplicated(rows: list[dict], key: Callable[[dict], str]) -> tuple[list[dict], list[dict]]:
     """(the first row of every key, the other rows), both in the original order."""
     seen: set[str] = set()
-    kept, dropped = [], []
+    first, others = [], []
     for row in rows:
         own = key(row)
-        (dropped if own in seen else kept).append(row)
+        (others if own in seen else first).append(row)
         seen.add(own)
-    return kept, dropped
+    return first, others
 
 
 def split_groups(

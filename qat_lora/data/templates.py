@@ -5,7 +5,7 @@ from pathlib import Path
 
 from qat_lora.data.chat import render
 from qat_lora.errors import UserError
-from qat_lora.models.tokens import bos_token
+from qat_lora.models.tokens import bos_token, special_tokens
 
 # name → (token that ends a turn, Jinja template that refers to it as `end`)
 BUILT_IN = {
@@ -81,10 +81,6 @@ def template_facts(tokenizer, choice: str | None) -> dict[str, str]:
     if "strftime_now" in str(tokenizer.chat_template or "") and tokenizer.template_date:
         facts["date"] = tokenizer.template_date.isoformat()
     return facts
-
-
-def special_tokens(tokenizer) -> set[str]:
-    return {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
 
 
 def _read(choice: str) -> str:

@@ -107,9 +107,9 @@ def txt_parts(path: Path) -> Iterator[str | None]:
         for part in ended:
             yield part
             yield None
-        kept = max(0, len(rest) - len(END) + 1)  # the end of this part may be the beginning of an END
-        yield rest[:kept]
-        rest = rest[kept:]
+        sure = max(0, len(rest) - len(END) + 1)  # the end of this part may be the beginning of an END
+        yield rest[:sure]
+        rest = rest[sure:]
     yield rest
 
 

@@ -26,7 +26,7 @@ from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.errors import UserError, first_line
 from qat_lora.hardware import jobs, speed, tiny
 from qat_lora.hardware.experiments import SCRIPTS, options, tried
-from qat_lora.hardware.kernels import check_kernels, used_from
+from qat_lora.hardware.kernels import check_kernels, every_size
 from qat_lora.hardware.place import Failed, Figures, Machine, Skipped, apart
 from qat_lora.kd.training import kd_loss
 from qat_lora.rl.policy import Prompts, log_probs
@@ -228,13 +228,8 @@ def check_syncs(name: str, place: Machine) -> Figures:
 
 
 # -- how fast is it? ---------------------------------------------------------------------------------------------------
-def check_speed(name: str, place: Machine) -> Figures:
-    return speed.measure(name, place.size, place.model, place.device)
-
-
-def check_compiled(place: Machine) -> Figures:
-    """Plain fine-tuning beside itself with every decoder block in torch.compile: what that could gain at most."""
-    return speed.measure_compiled("QAT", place.size, place.model, place.device)
+def timed(measure: Callable[..., Figures], *name: str) -> Callable[[Machine], Figures]:
+    return lambda place: measure(*name, place.size, place.model, place.device)
 
 
 CHECKS = {  # the most important first
@@ -247,8 +242,8 @@ CHECKS = {  # the most important first
     "workers": Check("workers", jobs.check_workers, 120),
     "killed worker": Check("workers", jobs.check_killed, 120),
     "gradient reduction": Check("workers", jobs.check_smoke, 120),
-    **{f"speed: {name}": Check("speed", partial(check_speed, name), 150) for name in SCRIPTS},
-    "speed: torch.compile": Check("speed", check_compiled, 240, ("real",)),
+    **{f"speed: {name}": Check("speed", timed(speed.measure, name), 150) for name in SCRIPTS},
+    "speed: torch.compile": Check("speed", timed(speed.measure_compiled), 240, ("real",)),
     "quality": Check("quality", jobs.check_quality, math.inf),
 }
 
@@ -270,7 +265,7 @@ def main(folder: str, device: str, size: str, until: str, *names: str) -> None:
             figures: Figures = {}
             try:
                 # at tiny size most tensors are too small for the kernels that a real run uses
-                with used_from(1) if CHECKS[name].stage == "parity" else nullcontext():
+                with every_size() if CHECKS[name].stage == "parity" else nullcontext():
                     figures = CHECKS[name].run(place)
             except Skipped as reason:
                 result, why = "skipped", str(reason)

@@ -9,9 +9,9 @@ import subprocess
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from qat_lora.errors import installed_version
 from qat_lora.hosts.git import revision
 from qat_lora.run.files import write_atomically
 
@@ -64,12 +64,7 @@ def facts(device: str, size: str) -> dict[str, str]:
         with suppress(subprocess.TimeoutExpired):  # a lost GPU may never answer
             said = subprocess.run(query, capture_output=True, text=True, timeout=10).stdout
             found["GPUs"] = "; ".join(said.split("\n")).strip("; ")
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+    return found | {package: installed_version(package) or "not installed" for package in PACKAGES}
 
 
 def write_report(folder: Path, device: str, size: str, results: list[Result]) -> None:

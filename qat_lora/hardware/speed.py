@@ -81,15 +81,15 @@ def measure(name: str, size: str, model: Path, device: str) -> dict[str, float |
     return figures
 
 
-def measure_compiled(name: str, size: str, model: Path, device: str) -> dict[str, float | str]:
-    """Milliseconds of an update of plain fine-tuning on the rows of an experiment, as it is and with its decoder blocks
-    in torch.compile."""
+def measure_compiled(size: str, model: Path, device: str) -> dict[str, float | str]:
+    """Milliseconds of an update of plain fine-tuning on QAT's rows, as it is and with its decoder blocks in
+    torch.compile: what that could gain at most."""
     backend = open_trial(device, "auto")
     if backend.static_shapes:
         raise Skipped("XLA compiles everything")
     if lacking := backend.compiler_lacks():
         raise Skipped(f"torch.compile needs {lacking}")
-    backend = tried(name, size, model, device, "auto", updates=1)
+    backend = tried("QAT", size, model, device, "auto", updates=1)
     rows, config = backend.batch["tokens"], plain_config(backend)
     plain, _ = plain_update(config, rows, backend)
     backend.release()

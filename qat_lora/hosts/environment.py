@@ -113,8 +113,8 @@ def read_place() -> TorchrunPlace | None:
             f"WORLD_SIZE={world_size}; start with torchrun, which sets all of them, or {_without_launcher()}"
         )
     return TorchrunPlace(
-        rank, world_size, local_rank, local_world_size, os.environ["MASTER_ADDR"].strip(), port, _agent_store(),
-        os.environ.get("TORCHELASTIC_RUN_ID", ""),
+        rank, world_size, local_rank, local_world_size, os.environ["MASTER_ADDR"].strip(), port,
+        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True", os.environ.get("TORCHELASTIC_RUN_ID", ""),
     )  # fmt: skip
 
 
@@ -137,14 +137,6 @@ def _is_loopback(port: int) -> bool:
         return ip_address(address).is_loopback
     except ValueError:  # a name
         return address == "localhost"
-
-
-def _agent_store() -> bool:
-    name = "TORCHELASTIC_USE_AGENT_STORE"
-    value = os.environ.get(name, "False")
-    if value not in ("True", "False"):
-        raise UserError(f"{name}={value} is neither True nor False; leave it to torchrun, or unset it")
-    return value == "True"
 
 
 def master_port() -> int:

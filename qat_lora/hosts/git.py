@@ -1,9 +1,8 @@
 """The commit of the running code."""
 
 import subprocess
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from qat_lora.errors import ROOT
 
 
 def git_state() -> tuple[str, bool | None]:

@@ -2,10 +2,10 @@
 
 import hashlib
 import sys
-from importlib import metadata
 from pathlib import Path
 
-from qat_lora.hosts.git import ROOT, revision
+from qat_lora.errors import ROOT, installed_version
+from qat_lora.hosts.git import revision
 from qat_lora.hosts.group import Group
 from qat_lora.hosts.relay import say
 
@@ -46,10 +46,7 @@ def code_digest() -> str:
 
 def version(name: str) -> str | None:
     """The imported module's version, plus the installed one if it differs."""
-    try:
-        installed = metadata.version(name)
-    except metadata.PackageNotFoundError:
-        installed = None
+    installed = installed_version(name)
     used = str(getattr(sys.modules.get(name), "__version__", installed))
     same = used.split("+")[0] == str(installed).split("+")[0]  # torch's own version names its CUDA build
     return used if same else f"{used} (installed: {installed})"

@@ -9,11 +9,9 @@ def bos_token(tokenizer, setting: str = "auto") -> int | None:
     """The id of the BOS token that a text begins with, or None if it begins with none.
 
     auto: BOS if the tokenizer itself puts it in front of a text (not every tokenizer with a bos_token does); other
-    tokens that it adds (EOS, CLS, SEP) do not matter. on, off: whatever the tokenizer does. Raises UserError for any
-    other setting, and for "on" if the tokenizer has no BOS token.
+    tokens that it adds (EOS, CLS, SEP) do not matter. on, off: whatever the tokenizer does. Raises UserError for "on"
+    if the tokenizer has no BOS token.
     """
-    if setting not in BOS_SETTINGS:
-        raise UserError(f"--bos {setting!r} is not one of {', '.join(BOS_SETTINGS)}")
     bos = tokenizer.bos_token_id
     if setting == "on" and bos is None:
         raise UserError("--bos on: the tokenizer has no BOS token; use --bos off, or set bos_token in its config")
@@ -28,6 +26,10 @@ def prompt_ids(tokenizer, text: str) -> list[int]:
     with EOS at the end."""
     ids, bos = tokenizer(text, add_special_tokens=False)["input_ids"], bos_token(tokenizer)
     return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
+
+
+def special_tokens(tokenizer) -> set[str]:
+    return {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
 
 
 # -- ids beyond the embedding ----------------------------------------------------------------------------------------
@@ -50,7 +52,7 @@ def check_vocabulary(tokenizer, config, name: str, own: set[str]) -> None:
     if not names:
         return
     allowed = {tokenizer.special_tokens_map.get(kind) for kind in PLACEHOLDERS}
-    allowed |= {token.content for token in tokenizer.added_tokens_decoder.values() if token.special} - own
+    allowed |= special_tokens(tokenizer) - own
     allowed -= {tokenizer.bos_token, tokenizer.eos_token}
     refused = {id: token for id, token in names.items() if token not in allowed}
     if refused:

@@ -96,13 +96,13 @@ def _factors(group_scale: Tensor, shape: torch.Size, rank: int) -> tuple[Tensor,
     out_features, in_features = shape
     size = LOWRANK_INIT_GROUP
     u, g, vh = torch.linalg.svd(group_scale.view(out_features, in_features // size), full_matrices=False)
-    kept = min(rank, len(g))
+    known = min(rank, len(g))
     random = torch.Generator().manual_seed(0)
     a = torch.randn(out_features, rank, generator=random)
     b = torch.randn(rank, in_features, generator=random)
-    a[:, :kept], b[:kept] = u[:, :kept], vh[:kept].repeat_interleave(size, 1)
+    a[:, :known], b[:known] = u[:, :known], vh[:known].repeat_interleave(size, 1)
     magnitude = torch.zeros(rank)
-    magnitude[:kept] = g[:kept] * size**0.5
+    magnitude[:known] = g[:known] * size**0.5
     return a / a.norm(dim=0, keepdim=True), magnitude, b / b.norm(dim=1, keepdim=True)
 
 

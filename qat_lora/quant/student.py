@@ -31,12 +31,11 @@ from qat_lora.quant.linear import (
     show_quantized,
 )
 from qat_lora.quant.spec import QuantSpec
-from qat_lora.run.console import say
 from qat_lora.run.files import write_atomically
 
 FORMAT = "qat_lora.student.2"
 UNPACKED = 2**20  # codes packed or unpacked at a time, with one byte per bit; a multiple of 8
-PARTS = {"model", "spec", "info", "tensors"}
+PARTS = {"model", "fingerprint", "spec", "info", "tensors"}
 
 
 @dataclass(frozen=True)
@@ -189,7 +188,7 @@ def write_student(path: str | Path, content: dict) -> None:
 
 def student_content(model: nn.Module, model_name: str, spec: StudentSpec, info: dict) -> dict:
     """The content of a student file: packed codes, scales in fp16, the rest in fp32, and the name and fingerprint of
-    the base model (fingerprint None if it was not loaded by `load_model`)."""
+    the base model, which `load_model` has loaded."""
     tensors: dict[str, Tensor] = {}
     layers = quantized_layers(model)
     latent = {id(layer.weight) for layer in layers.values()}
@@ -204,7 +203,7 @@ def student_content(model: nn.Module, model_name: str, spec: StudentSpec, info: 
     return {
         "format": FORMAT,
         "model": absolute_name(model_name),
-        "fingerprint": getattr(unwrap(model), "fingerprint", None),
+        "fingerprint": unwrap(model).fingerprint,
         "spec": dict(vars(spec)),
         "info": info,
         "tensors": tensors,
@@ -232,10 +231,8 @@ def read_student(path: str | Path, model: str | None = None) -> dict:
             "is now"
         ) from error
     content["model"] = name
-    there = content.get("fingerprint")
-    if there is None:
-        _check_old(path, content, made)
-    elif there != here:
+    there = content["fingerprint"]
+    if there != here:
         marks = f"fingerprint {short(there)} in the file, {short(here)} there"
         if absolute_name(name) == absolute_name(made):
             raise UserError(
@@ -244,14 +241,6 @@ def read_student(path: str | Path, model: str | None = None) -> dict:
             )
         raise UserError(f"checkpoint {path} was made from model {made!r}, not {name!r} ({marks}); change --model")
     return content
-
-
-def _check_old(path: str | Path, content: dict, made: str) -> None:
-    """Check a file without a fingerprint (an old one): accept a base with another name if the shapes match."""
-    if absolute_name(content["model"]) == absolute_name(made):
-        return
-    _check_shapes(empty_student(content), content, path)
-    say(f"note: {path} has no fingerprint of its base model {made!r}; assuming that it is {content['model']!r}")
 
 
 def _read(path: Path) -> dict:
@@ -267,8 +256,12 @@ def _read(path: Path) -> dict:
         raise UserError(
             f"checkpoint {path} is damaged or not a student file ({reason}); copy or train it again"
         ) from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT or not content.keys() >= PARTS:
-        raise UserError(f"checkpoint {path} is not a student file ({FORMAT}); use a best.pt from train_qat.py")
+    found = content.get("format") if isinstance(content, dict) else None
+    if found != FORMAT or not content.keys() >= PARTS:
+        raise UserError(
+            f"checkpoint {path} is not a student file of format {FORMAT} (its format: {found}); use a best.pt from "
+            "train_qat.py"
+        )
     return content
 
 

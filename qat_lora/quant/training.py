@@ -8,7 +8,6 @@ from torch import nn
 from qat_lora.errors import UserError
 from qat_lora.models.architecture import decoder_layers, part_of
 from qat_lora.quant.linear import quantized_layers
-from qat_lora.quant.spec import SCOPES
 from qat_lora.run.options import MOST_RATE
 
 LEAST_RATE = 1e-12  # learning rate of a student whose weights are all zero
@@ -17,9 +16,7 @@ RATE_SHARE = 3.1e-3  # peak learning rate of 2-bit weights, as a share of their 
 
 def select_parameters(student: nn.Module, scope: str) -> None:
     """Freeze the parameters outside `scope`: "mlp" and "attn" train only that part of the decoder blocks, "weights"
-    everything but the scales, and "all" everything."""
-    if scope not in SCOPES:
-        raise UserError(f"scope {scope!r} is not one of {', '.join(SCOPES)}")
+    everything but the scales, and "all" everything (see SCOPES)."""
     keep = {id(p) for p in student.parameters()}
     if scope in ("mlp", "attn"):
         keep = {

@@ -40,8 +40,8 @@ def save_checkpoint(
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
             save_file({name: t.contiguous() for name, t in tensors.items()}, part / FILES[0])
-            kept = {name: _copy(run_path / name, folder / COPIES) for name in _existing(run_path, files)}
-            meta = {"step": step, **meta, "files": kept}
+            copies = {name: _copy(run_path / name, folder / COPIES) for name in _existing(run_path, files)}
+            meta = {"step": step, **meta, "files": copies}
             with open(part / FILES[1], "wb") as file:
                 torch.save({"meta": meta, "state": trainer}, file)
             sums = {name: sha256(part / name) for name in FILES}
@@ -76,12 +76,12 @@ def _copy(path: Path, copies: Path) -> str:
     return total
 
 
-def kept_files(path: Path) -> set[str]:
+def copies_of(path: Path) -> set[str]:
     """The names of the copies that a checkpoint relies on. Raises UserError if its meta.json is damaged."""
-    kept = read_json(path / "meta.json").get("files", {})
-    if not isinstance(kept, dict) or not all(isinstance(total, str) for total in kept.values()):
+    copies = read_json(path / "meta.json").get("files")
+    if not isinstance(copies, dict) or not all(isinstance(total, str) for total in copies.values()):
         raise UserError(f"checkpoint {path}: meta.json is damaged (files)")
-    return set(kept.values())
+    return set(copies.values())
 
 
 def _drop_copies(folder: Path) -> None:
@@ -89,7 +89,7 @@ def _drop_copies(folder: Path) -> None:
     named: set[str] = set()
     for path in _newest_first(folder):
         try:
-            named |= kept_files(path)
+            named |= copies_of(path)
         except UserError:  # a damaged checkpoint may refer to any copy
             return
     for copy in (folder / COPIES).glob("*"):
@@ -97,19 +97,19 @@ def _drop_copies(folder: Path) -> None:
             copy.unlink(missing_ok=True)
 
 
-def restore_files(run_path: Path, kept: dict[str, str], files: Sequence[str], step: int) -> None:
-    """Restore `files` of a run directory to their state at a checkpoint; kept: {name: sha256} from its meta.json.
+def restore_files(run_path: Path, copies: dict[str, str], files: Sequence[str], step: int) -> None:
+    """Restore `files` of a run directory to their state at a checkpoint; copies: {name: sha256} from its meta.json.
 
     Files that are missing, damaged or from a later step are restored from their copies. Files that did not exist at the
     checkpoint are removed; the run writes them again. Raises UserError if a file and its copy are both missing or
     damaged.
     """
-    for name in set(_existing(run_path, files)) - kept.keys():
+    for name in set(_existing(run_path, files)) - copies.keys():
         (run_path / name).unlink()
     for name in files:
         if (run_path / name).is_dir() and not _existing(run_path, [name]):
             shutil.rmtree(run_path / name)  # an empty folder would be mistaken for a finished one
-    for name, total in kept.items():
+    for name, total in copies.items():
         path, copy = run_path / name, run_path / "checkpoints" / COPIES / total
         if path.is_file() and sha256(path) == total:
             continue
@@ -169,13 +169,6 @@ def _newest_whole(run_path: Path) -> Path | None:
     return None
 
 
-def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict, dict]:
-    """(tensors, trainer, meta) of one checkpoint directory; raises UserError naming the file that is missing, damaged
-    or not part of a checkpoint."""
-    _check(path)
-    return _read(path, path / FILES[0], path / FILES[1])
-
-
 def _read(path: Path, model: Path, trainer: Path) -> tuple[dict[str, Tensor], dict, dict]:
     """(tensors, trainer, meta) from the two files of a checkpoint. path: its directory, for messages."""
     try:
@@ -190,7 +183,7 @@ def _read(path: Path, model: Path, trainer: Path) -> tuple[dict[str, Tensor], di
 
 def _check(path: Path) -> None:
     sums = read_json(path / "meta.json").get("sha256")
-    kept_files(path)
+    copies_of(path)
     for name in FILES:
         if not (path / name).is_file():
             raise UserError(f"checkpoint {path}: {name} is missing")

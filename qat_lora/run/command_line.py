@@ -18,12 +18,12 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
-from qat_lora.errors import UserError, ignore_sigterm, load_package, open_output, report
+from qat_lora.errors import ROOT, UserError, ignore_sigterm, load_package, open_output, report
 from qat_lora.run.console import say
 from qat_lora.run.options import GROUPS, choices, flag
 
 METAVARS = {str: "TEXT", int: "N", float: "X"}  # placeholder of an option's value in --help
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+CONFIGS = ROOT / "configs"
 YES, NO = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 
 
@@ -116,9 +116,9 @@ def _parser(kind: type, script: str, description: str, values: dict) -> argparse
 
 def _program(script: str) -> str:
     """The running script's path, relative to the repository root."""
-    root, path = CONFIGS.parent, Path(sys.argv[0]).resolve()
-    known = path.parent in (root, root / "scripts", root / "benchmarks")
-    return str(path.relative_to(root)) if known else f"scripts/{script}.py"
+    path = Path(sys.argv[0]).resolve()
+    known = path.parent in (ROOT, ROOT / "scripts", ROOT / "benchmarks")
+    return str(path.relative_to(ROOT)) if known else f"scripts/{script}.py"
 
 
 def _bool(text: str) -> bool:
@@ -371,4 +371,4 @@ def run_variant(
     check of the config."""
     global _variant
     _variant = Variant(name, description, defaults, check, sys.argv[0])
-    runpy.run_path(str(CONFIGS.with_name("scripts") / f"{script}.py"), run_name="__main__")
+    runpy.run_path(str(ROOT / "scripts" / f"{script}.py"), run_name="__main__")

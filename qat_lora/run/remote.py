@@ -9,7 +9,7 @@ from pathlib import Path
 import fsspec
 
 from qat_lora.errors import FULL_DISK, STOPS, UserError, first_line
-from qat_lora.run.checkpoint import COPIES, kept_files
+from qat_lora.run.checkpoint import COPIES, copies_of
 from qat_lora.run.console import say
 
 LAST = "meta.json"  # written last: a checkpoint without it is incomplete
@@ -132,8 +132,8 @@ BESIDE = (
 def copy_out(run_path: Path, checkpoint: Path, url: str) -> None:
     """Copy a checkpoint, with the files of its run directory that it needs, to the folder or bucket `url`; remove old
     copies."""
-    kept = {run_path / "checkpoints" / COPIES / total for total in _kept(checkpoint)}
-    push(checkpoint, url, [*(run_path / name for name in BESIDE), *sorted(kept)])
+    copies = {run_path / "checkpoints" / COPIES / total for total in _copies(checkpoint)}
+    push(checkpoint, url, [*(run_path / name for name in BESIDE), *sorted(copies)])
     prune(url, KEEP)
 
 
@@ -158,17 +158,17 @@ def bring_back(url: str, folder: Path, check: Callable[[Path], object]) -> None:
             for name in BESIDE:
                 (found / name).unlink(missing_ok=True)
             (found.parent / COPIES).mkdir(exist_ok=True)
-            for total in _kept(found):
+            for total in _copies(found):
                 (found / total).replace(found.parent / COPIES / total)
         for name in BESIDE:
             shutil.move(f"{there}/{name}", folder / name)
     say(f"restored {step} from {url} to {folder}")
 
 
-def _kept(checkpoint: Path) -> set[str]:
+def _copies(checkpoint: Path) -> set[str]:
     """The names of the file copies that a checkpoint relies on; none for a damaged one, which is set aside later."""
     try:
-        return kept_files(checkpoint)
+        return copies_of(checkpoint)
     except UserError:
         return set()
 

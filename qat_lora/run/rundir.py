@@ -7,13 +7,12 @@ import os
 import platform
 import sys
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import BinaryIO
 
 import yaml
 
-from qat_lora.errors import STOPS, UserError, first_line
+from qat_lora.errors import STOPS, UserError, first_line, installed_version
 from qat_lora.hosts.git import git_state
 from qat_lora.hosts.group import ALONE, Group
 from qat_lora.run.checksums import write_sums
@@ -103,7 +102,7 @@ def open_run(experiment: str, config: RunConfig, facts: dict, group: Group = ALO
 
     A run is resumed only with the same identity: the options that are declared as part of it, and all facts except the
     device. An option whose identity is a fact (`--model` and "base") may differ if both runs have the fact and it is
-    equal: a model that was moved is still the same. A fact that an older run did not record is not compared.
+    equal: a model that was moved is still the same.
 
     Raises UserError if the directory already holds a run and --resume is off, holds a run of another config or other
     facts, or is being written by another process, or if the workers of a job differ in config or facts. Resuming a
@@ -134,13 +133,8 @@ def _open(experiment: str, config: RunConfig, facts: dict) -> Run:
         if _status(path) == "finished":
             say(f"{path} is finished")
             raise SystemExit(0)
-        earlier = manifest.get("resumed", [])
-        if not isinstance(earlier, list):
-            raise UserError(
-                f"{path}/manifest.json is damaged: resumed is not a list; restore it, or start in another folder"
-            )
         again = {"time": _stamp(), "argv": sys.argv, "changed": _changed(path, config)}
-        write_json(path / "manifest.json", manifest | {"resumed": [*earlier, again]})
+        write_json(path / "manifest.json", manifest | {"resumed": [*manifest.get("resumed", []), again]})
         (path / "summary.json").unlink(missing_ok=True)  # says how it ended before
         say(f"resuming {path}")
         return Run(path, resumed=True, held=held)
@@ -168,7 +162,7 @@ def _open(experiment: str, config: RunConfig, facts: dict) -> Run:
             "git": commit,
             "dirty": dirty,
             "python": platform.python_version(),
-            "packages": {name: _version(name) for name in PACKAGES},
+            "packages": {name: installed_version(name) for name in PACKAGES},
             "seed": config.seed,
             CONFIG_SUM: hashlib.sha256(text.encode()).hexdigest(),
             **facts,
@@ -184,10 +178,3 @@ def newest_run(runs: Path) -> Path:
     if not logs:
         raise UserError(f"no run under {runs.resolve()}; train one, or name a run directory with --run")
     return max(logs, key=lambda log: log.stat().st_mtime).parent
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None

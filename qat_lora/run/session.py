@@ -198,9 +198,9 @@ class Session:
     def _refuse(self, step: int, values: dict) -> None:
         self.run.finish("failed", step=step)
         saved = any(self.run.path.glob("checkpoints/step_*"))
-        kept = f"the last good checkpoint is kept in {self.run.path}; " if saved else ""
+        rest = f"the last good checkpoint is kept in {self.run.path}; " if saved else ""
         fix = f"start a new run with a lower learning rate (--learning-rate, or that of stage {self.stage})"
-        raise UserError(f"step {step}: {values} is not finite; {kept}{fix}")
+        raise UserError(f"step {step}: {values} is not finite; {rest}{fix}")
 
     def _fetch(self, last: int) -> None:
         """Fetch the pending figures to the host; stop at the first that is not finite, before anything is saved."""

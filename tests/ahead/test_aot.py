@@ -45,7 +45,7 @@ def bare_environment():
 
 @pytest.fixture(scope="module")
 def v5e(tmp_path_factory):
-    with Compiler("v5e", kept=tmp_path_factory.mktemp("kept") / "compiled.jsonl") as compiler:
+    with Compiler("v5e", file=tmp_path_factory.mktemp("kept") / "compiled.jsonl") as compiler:
         yield compiler
 
 
@@ -66,7 +66,7 @@ def test_what_a_step_updates_is_donated(recorded):
 def test_figures_equal_those_computed_by_hand_are_the_same_again_and_are_kept(linear, tmp_path, monkeypatch):
     found = []
     for number in range(2):
-        with Compiler("v6e", kept=tmp_path / str(number)) as compiler:
+        with Compiler("v6e", file=tmp_path / str(number)) as compiler:
             found += compiler.compile([linear])
     one, two = ({k: v for k, v in vars(r).items() if k != "seconds"} for r in found)
     assert one == two
@@ -75,10 +75,10 @@ def test_figures_equal_those_computed_by_hand_are_the_same_again_and_are_kept(li
     assert abs(one["flops"] / (2 * 2 * 64 * 256 * 256) - 1) < 0.1  # the product, and the gradient of the weight
 
     file = tmp_path / "0"
-    noise = '3\n[]\n{}\nnull\n{"key": "k", "peak": 1}\n{"key": "k", "error": 2}\n'
+    noise = '{"key": "cut sho\n{"key": "k", "peak": 1}\n'
     file.write_text(noise + file.read_text() + '{"key": "cut sho')  # an interrupted write
     monkeypatch.setattr(aot, "_Child", lambda *_: pytest.fail("compiled again"))
-    with Compiler("v6e", kept=file) as compiler:
+    with Compiler("v6e", file=file) as compiler:
         assert compiler.compile([linear]) == found[:1] and compiler.is_known(linear)
 
 
@@ -114,7 +114,7 @@ def test_missing_packages_are_named(monkeypatch):
 
 def test_a_chip_that_this_libtpu_does_not_know_is_named(tmp_path):
     with pytest.raises(UserError, match=r"does not know tpu7x, which needs e.g. 0.0.52; use another --chip"):
-        Compiler("tpu7x", kept=tmp_path / "k")
+        Compiler("tpu7x", file=tmp_path / "k")
 
 
 def test_a_compiler_that_dies_is_reported_and_never_asks_a_metadata_server(linear):
@@ -130,7 +130,7 @@ def test_a_compiler_that_dies_is_reported_and_never_asks_a_metadata_server(linea
 
 def test_a_libtpu_that_does_not_answer_times_out(linear, tmp_path, monkeypatch):
     monkeypatch.setattr(aot, "OPENING", 0.01)
-    with Compiler("v6e", kept=tmp_path / "k") as compiler, pytest.raises(UserError, match="did not open within"):
+    with Compiler("v6e", file=tmp_path / "k") as compiler, pytest.raises(UserError, match="did not open within"):
         compiler.compile([linear])
 
 

@@ -139,10 +139,6 @@ def test_conversations_that_cannot_be_rendered_are_refused(tiny_tokenizer, templ
     assert words in fault(render_chat, messages, with_template(tiny_tokenizer, template), "on")
 
 
-def test_an_unknown_thinking_setting_is_refused(tiny_tokenizer):
-    assert "on, off, both" in fault(render_chat, SINGLE, tiny_tokenizer, "maybe")
-
-
 @pytest.mark.parametrize("row, words", [
     ({"text": None}, 'column "text" contains a NoneType'), ({"other": 1}, "columns other match no"),
     ({"messages": SINGLE[:1]}, "no assistant turn"), ({"text": "half \ud800"}, "not valid Unicode at character 5"),

@@ -114,6 +114,7 @@ def test_every_block_weight_is_counted():
     experts, rest = 2 * 3 * (128 * 32 + 32 * 64), 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32)
     bits = experts * 2 + experts // 16 * 16 + rest * 16
     assert bits_per_weight(student) == pytest.approx(bits / (experts + rest))
+    student.fingerprint = "f"
     content = student_content(student, "a", StudentSpec("balanced2/g16", "none"), {})
     packed = content["tensors"]["model.layers.0.mlp.experts.gate_up_proj.codes"]
     assert packed.numel() == 3 * 128 * 32 * 2 // 8

@@ -44,7 +44,7 @@ def test_a_missing_device_is_bad(findings, monkeypatch):
 
 
 def test_a_tpu_needs_its_runtime(doctor, monkeypatch):
-    monkeypatch.setattr(doctor, "version", {"torch": "2.9.1", "torch_xla": "2.9.0"}.get)
+    monkeypatch.setattr(doctor, "installed_version", {"torch": "2.9.1", "torch_xla": "2.9.0"}.get)
     states = {each.text: each.state for each in doctor.accelerators(["v6e", "v6e"], "auto")}
     assert states["2 TPU chips: v6e, v6e"] == "ok" and states["libtpu: not installed"] == "BAD"
     states = {each.text: each.state for each in doctor.accelerators(["v6e"], "cpu")}
@@ -52,7 +52,7 @@ def test_a_tpu_needs_its_runtime(doctor, monkeypatch):
 
 
 def test_packages_are_compared_with_their_pins(doctor, tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor, "version", {"right": "1.0", "local": "2.9.1+cpu", "other": "3.0"}.get)
+    monkeypatch.setattr(doctor, "installed_version", {"right": "1.0", "local": "2.9.1+cpu", "other": "3.0"}.get)
     pins = ["# a comment", "-r more.txt", "right==1.0  # why", "local==2.9.1", "other==2.0", "absent==1", "extra==1"]
     pins.append('elsewhere==1; sys_platform == "amiga"')
     (tmp_path / "requirements.txt").write_text("\n".join(pins))
@@ -65,7 +65,7 @@ def test_packages_are_compared_with_their_pins(doctor, tmp_path, monkeypatch):
 
 def test_torch_and_torch_xla_must_match(doctor, monkeypatch):
     for torch, wants_xla, state in (("2.9.1", True, "ok"), ("2.10.0", True, "BAD"), ("2.10.0", False, "--")):
-        monkeypatch.setattr(doctor, "version", {"torch": torch, "torch_xla": "2.9.0"}.get)
+        monkeypatch.setattr(doctor, "installed_version", {"torch": torch, "torch_xla": "2.9.0"}.get)
         assert [each.state for each in doctor.torch_pair(wants_xla)] == [state]
 
 

@@ -10,14 +10,11 @@ import torch
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file, save_file
 from small import CACHE, LEARNS, SMALL, damage
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from qat_lora.errors import UserError
-from qat_lora.kd.cache import read_manifest
 from qat_lora.lora.adapter import save_adapter
 from qat_lora.lora.add import add_adapter
 from qat_lora.models.loading import load_model
-from qat_lora.quant.student import load_student, read_student
+from qat_lora.quant.student import load_student
 
 PPL = ["--length", 16, "--max-windows", 2, "--device", "cpu", "--dataset", "embedded"]
 
@@ -92,37 +89,6 @@ def test_a_model_is_recognised_under_another_spelling_of_its_path_and_after_movi
     assert not (made / "new").exists()
     (made / "moved").rename(made / "m")
     assert "which has changed since" in refuse("measure_perplexity", "--checkpoint", "r/best.pt", *PPL)
-
-
-def test_files_without_fingerprints_still_load(run, refuse, made, tiny_tokenizer, capsys):
-    content = torch.load("r/best.pt", weights_only=True)
-    del content["fingerprint"]
-    content["model"] = "m"
-    torch.save(content, "old.pt")
-    for path, key in ((made / "c" / "manifest.json", "teacher_fingerprint"), (made / "r" / "manifest.json", "base")):
-        facts = json.loads(path.read_text())
-        del facts[key]
-        path.write_text(json.dumps(facts))
-    assert read_manifest(made / "c")[0].teacher == "m"
-
-    again = ["--cache-dir", "c", "--output-dir", "r", "--resume", "auto", *LEARNS]
-    with pytest.raises(SystemExit):  # it is finished, so the run was recognised
-        run("train_qat", "--model", "m", *again)
-    for flags in ([], ["--model", "m"], ["--model", "./m"]):
-        run("measure_perplexity", "--checkpoint", "old.pt", *flags, *PPL)
-    assert "note:" not in capsys.readouterr().out
-    run("build_kd_cache", "--model", "m", "--cache-dir", "c", *CACHE)
-
-    (made / "m").rename(made / "moved")
-    run("measure_perplexity", "--checkpoint", "old.pt", "--model", "moved", *PPL)
-    assert "has no fingerprint of its base model 'm'" in capsys.readouterr().out
-    assert "model is 'm' there" in refuse("train_qat", "--model", "moved", *again)
-    assert "teacher is 'm'" in refuse("build_kd_cache", "--model", "moved", "--cache-dir", "c", *CACHE)
-
-    LlamaForCausalLM(LlamaConfig.from_pretrained("moved", num_hidden_layers=3)).save_pretrained("other")
-    tiny_tokenizer.save_pretrained("other")
-    with pytest.raises(UserError, match="does not fit model 'other'"):
-        read_student("old.pt", "other")
 
 
 # -- adapters --------------------------------------------------------------------------------------------------------
