@@ -76,7 +76,7 @@ SHAPE = Shape(32, 2, 80, (ReservoirSpec(24), ReservoirSpec(20, "esn", radius=0.9
 @pytest.mark.parametrize("kind", ["reservoir", "transformer", "mingru"])
 def test_the_bound_of_a_story_model_is_close_to_its_memory(kind):
     model = build(kind, 50, SHAPE, 0)
-    trained, fixed, tokens = story_memory(50, 32, 2, 80, SHAPE.specs, 100, False).values()
+    trained, fixed, tokens = story_memory(50, SHAPE, 100, False).values()
     there = 16 * sum(p.numel() for p in model.parameters())
     assert 0.9 * there < trained < there * 1.01 and tokens == 100 * 2 * 32 * 4
     if kind == "reservoir":  # not counting the tensors that a scan keeps

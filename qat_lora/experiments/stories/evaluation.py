@@ -12,7 +12,10 @@ from qat_lora.experiments.stories.baselines import SmallLM
 from qat_lora.experiments.stories.text import Stories, spans
 from qat_lora.rl.rollout import Sampling, draw
 from qat_lora.run.console import say, watched
+from qat_lora.train.loop import trained_parameters
 from qat_lora.train.losses import sparse_loss
+
+OPENING = 6  # tokens of a held-out story that the model continues
 
 
 def on_tpu(batch_size: int, learning_rate: float) -> tuple[int, float]:
@@ -66,6 +69,29 @@ def heldout(model: SmallLM, stories: Stories, length: int, rows: int, backend: T
         "heldout_ppl": math.exp(min(nll, 80)),
         "bits_per_byte": total / math.log(2) / stories.heldout_bytes,
     }
+
+
+class Evaluation:
+    """evaluate(step): figures over every held-out token, see `heldout`; `best` holds the state of the lowest loss and
+    its figures."""
+
+    def __init__(self, model: SmallLM, stories: Stories, length: int, rows: int, backend: TorchBackend):
+        self.measured, self.model, self.backend = (model, stories, length, rows, backend), model, backend
+        self.best: dict = {}  # saved in checkpoints
+
+    def __call__(self, step: int) -> dict[str, float]:
+        backend, best, figures = self.backend, self.best, heldout(*self.measured)
+        if backend.is_main and (not best or figures["heldout_nll"] < best["figures"]["heldout_nll"]):
+            state = backend.to_host(trained_parameters(self.model))
+            state = {name: tensor.clone() for name, tensor in state.items()}  # on a CPU the originals keep changing
+            best.update(figures={"step": step, **figures}, state=state)
+        return figures
+
+
+def tell_stories(model: SmallLM, stories: Stories, tokens: int, sampling: Sampling, backend: TorchBackend) -> list[str]:
+    """One story from nothing, and two that continue held-out texts, each by at most `tokens` tokens."""
+    openings = [[], *stories.openings(2, OPENING)]
+    return [tell(model, stories, begin, tokens, sampling, backend) for begin in openings]
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from torch import nn
 from qat_lora.errors import UserError
 from qat_lora.experiments.stories.baselines import MinGRUBlock, SmallLM, TransformerBlock, WindowAttention
 from qat_lora.experiments.stories.reservoir import ReservoirBlock, ReservoirSpec
-from qat_lora.train.memory import ADAM
+from qat_lora.train.memory import ADAM, Parts, logits_memory
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,11 @@ def _nearest(count, wanted: int) -> int:
     return round(1 + (wanted - one) / (two - one))
 
 
-def story_memory(
-    vocab: int, width: int, blocks: int, hidden: int, specs: tuple[ReservoirSpec, ...], tokens: int, bf16: bool
-) -> dict[str, int]:
+def story_memory(vocab: int, shape: Shape, tokens: int, bf16: bool) -> dict[str, int]:
     """Lower bound on the bytes that a worker needs to train a reservoir language model, or a baseline of the same size,
     on `tokens` tokens per update, keyed by the options to lower: trained weights with gradients and moments, the fixed
     weights, and one output of each block."""
+    width, blocks, hidden, specs = shape.embedding, shape.blocks, shape.hidden, shape.specs
     features = sum(spec.features for spec in specs)
     trained = vocab * width + blocks * (features * hidden + hidden * width + width * width)
     fixed = blocks * sum((spec.units**2 if spec.kind == "esn" else 0) + spec.features * width for spec in specs)
@@ -95,3 +94,17 @@ def story_memory(
         "--reservoirs, --embedding or --blocks": 4 * fixed,
         "--batch-size, --block-size or --blocks": tokens * blocks * width * (2 if bf16 else 4),
     }
+
+
+def memory_of(model: SmallLM, shape: Shape, tokens: int, bf16: bool) -> dict[str, Parts]:
+    """A worker's estimated memory on an XLA device, with what each block keeps for its backward pass: in fp32 its
+    input, the inputs and outputs of both norms, and in the type of the products all other activations."""
+    width, features, cast = shape.embedding, sum(spec.features for spec in shape.specs), 2 if bf16 else 4
+    block = 8 * (width + features) + cast * (6 * width + features + 2 * shape.hidden) + width + shape.hidden
+    parts = {
+        "weights": sum(4 * value.numel() for value in model.state_dict().values()),
+        "gradients and moments": (ADAM - 4) * trained(model),
+        "activations": tokens * shape.blocks * block,
+        "LM head": 2 * logits_memory(tokens, len(model.embedding.weight), bf16),  # logits and their gradient
+    }
+    return {"training": parts}
