@@ -106,6 +106,7 @@ from qat_lora.experiments.legal.writing import write_trained
 from qat_lora.lora.add import add_adapter
 from qat_lora.lora.targets import coverage, left_out
 from qat_lora.models.architecture import model_type, packs, set_packs
+from qat_lora.models.compiling import set_up_blocks
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import adapter_notes, check_length, weights_fingerprint
 from qat_lora.models.planned import PlannedTokenizer, planned_name
@@ -177,8 +178,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         if student:
             write_student(run.path / "base.pt", student)
     backend.place(model)
-    if cfg.gradient_checkpointing:
-        backend.gradient_checkpointing(model)
+    set_up_blocks(model, backend, cfg.gradient_checkpointing, cfg.compile)
 
     before = evaluation.write(model, cfg.final_answers, run, "baseline") if cfg.final_answers else {}
     fine_tune(model, data.train, plan, session, lambda _: evaluation.glance(model, cfg.batch_size, cfg.eval_answers))
@@ -325,8 +325,7 @@ def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
     ends, sizes = tuple(end_tokens(model, tokenizer)), (cfg.answer_rows, cfg.max_prompt_length, cfg.max_new_tokens)
     sampler = Sampler(tokenizer, backend, ends, *sizes)
     backend.place(model)
-    if cfg.gradient_checkpointing:
-        backend.gradient_checkpointing(model)
+    set_up_blocks(model, backend, cfg.gradient_checkpointing, cfg.compile)
 
     if cfg.eval_answers or cfg.final_answers:
         with backend.phase("answers"):  # to one question: a batch is filled up, so all batches have one shape

@@ -100,6 +100,7 @@ from qat_lora.kd.evaluation import heldout_figures
 from qat_lora.kd.training import QATPlan, kd_loss, qat_stage, target_entropy
 from qat_lora.layer_qat import LayerPlan, train_layers
 from qat_lora.models.architecture import decoder_layers
+from qat_lora.models.compiling import set_up_blocks
 from qat_lora.models.loading import empty_model, load_tokenizer, model_fingerprint
 from qat_lora.models.planned import planned_name
 from qat_lora.quant.calibration import calibrate, check_start, load_start
@@ -153,8 +154,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
 
     if cfg.layer_steps:
         layer_by_layer(cfg, student, train, layer_batch, session)
-    if cfg.gradient_checkpointing:
-        backend.gradient_checkpointing(student)
+    set_up_blocks(student, backend, cfg.gradient_checkpointing, cfg.compile)
     end_to_end(student, train, qat_plan(cfg), session, evaluate)
     bits, cost = bits_per_weight(student), session.cost()
     if backend.is_main:
@@ -290,8 +290,7 @@ def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
 
     if cfg.layer_steps:
         train_layers(student, first_batches(rows, cfg.batch_size, cfg.batch_size, cfg.seed), layer_plan(cfg), session)
-    if cfg.gradient_checkpointing:
-        backend.gradient_checkpointing(student)
+    set_up_blocks(student, backend, cfg.gradient_checkpointing, cfg.compile)
     end_to_end(student, rows, qat_plan(cfg), session, evaluate)
     return cfg.memory(student, len(rows[0]["tokens"]), backend, beside(cfg, student))
 

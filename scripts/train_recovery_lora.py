@@ -86,6 +86,7 @@ from qat_lora.lora.adapter import adapter_values, save_adapter
 from qat_lora.lora.add import add_adapter, fit_to_error
 from qat_lora.lora.recovery import MODES, Anchor, fitting_memory, recovery_stage
 from qat_lora.lora.targets import coverage, left_out
+from qat_lora.models.compiling import set_up_blocks
 from qat_lora.models.loading import adapter_notes, check_length, load_model, model_fingerprint
 from qat_lora.models.packaged import EMBEDDED
 from qat_lora.models.planned import planned_name
@@ -139,8 +140,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         fit_to_error(model, load_model(made["model"]), rows, cfg.precision)
     backend.place(model)
     anchor = make_anchor(cfg, model, train, backend)
-    if cfg.gradient_checkpointing:
-        backend.gradient_checkpointing(model)
+    set_up_blocks(model, backend, cfg.gradient_checkpointing, cfg.compile)
     best, kept = session.best("heldout_kl" if cfg.mode == "kd" else "heldout_nll"), run.path / "adapter"
 
     def evaluate(step: int) -> dict:
@@ -266,8 +266,7 @@ def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
     model = backend.place(adapted(cfg, empty_student(made | {"model": planned_name(made["model"])})))
     with backend.phase("anchor"):
         anchor = make_anchor(cfg, model, rows, backend)
-    if cfg.gradient_checkpointing:
-        backend.gradient_checkpointing(model)
+    set_up_blocks(model, backend, cfg.gradient_checkpointing, cfg.compile)
 
     def evaluate(step: int) -> dict:
         return MEASURES[cfg.mode](model, rows, backend, cfg.batch_size, cfg.batch_size)

@@ -169,8 +169,8 @@ class WatchingBackend(TorchBackend):
     def noted(self, figures: dict) -> None:
         pass
 
-    def compiled(self, function):
-        return function
+    def compiles(self, choice: str, auto: bool | None = None) -> bool:
+        return False
 
     def fetch(self, *tensors: Tensor) -> list[float]:
         """Ones: the intended synchronisation of a loop, which is not reported."""

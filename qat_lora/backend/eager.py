@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
@@ -211,7 +212,17 @@ class TorchBackend:
         which compiles anyway, the function itself."""
         return torch.compile(function, dynamic=False)
 
-    def compiler_lacks(self) -> str | None:
+    def compiles(self, choice: str, auto: bool | None = None) -> bool:
+        """Whether --compile `choice` (auto, on or off) means torch.compile on this device. auto: what "auto" means;
+        by default, that of a GPU, since for a language model on a CPU native.c is as fast. If something is missing,
+        worker 0 says so and nothing is compiled."""
+        wanted = choice == "on" or (choice == "auto" and (self.kind == "cuda" if auto is None else auto))
+        lacking = self._compiler_lacks() if wanted else None
+        if lacking and self.is_main:
+            warnings.warn(f"not compiled, so slower: this machine lacks {lacking}", stacklevel=2)
+        return wanted and not lacking
+
+    def _compiler_lacks(self) -> str | None:
         """What torch.compile needs and this machine lacks; None if torch.compile can be used."""
         compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
         if not shutil.which(compiler) or subprocess.run([compiler, "--version"], capture_output=True).returncode:

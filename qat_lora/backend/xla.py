@@ -99,11 +99,8 @@ class XlaBackend(TorchBackend):
     def checkpoint(function, *args):
         return xla_checkpoint(function, *args)
 
-    def compiled(self, function: Callable) -> Callable:
-        return function
-
-    def compiler_lacks(self) -> None:
-        return None
+    def compiles(self, choice: str, auto: bool | None = None) -> bool:
+        return False  # XLA compiles anyway
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:

@@ -38,18 +38,18 @@ REAL = {
 LANGUAGE_MODELS = ("QAT", "recovery", "legal SFT")  # whose step is timed beside plain fine-tuning's
 
 
-def options(name: str, size: str, model: Path):
-    """(the script of an experiment as a module, its options at `size`, tiny or real)."""
-    words = (TINY if size == "tiny" else REAL)[name].split()
+def options(name: str, size: str, model: Path, *more: str):
+    """(the script of an experiment as a module, its options at `size`, tiny or real, and `more` of them)."""
+    words = [*(TINY if size == "tiny" else REAL)[name].split(), *more]
     takes_model = size == "tiny" and name not in ("reservoir", "Athena")
     module = load_script(SCRIPTS[name])
     return module, read_options(module, [*words, *(["--model", str(model)] if takes_model else [])], None)
 
 
-def tried(name: str, size: str, model: Path, device: str, precision: str, **how) -> Trial:
-    """The backend after an experiment's updates on a device; how: see `Trial.start`. Its attribute `estimate` is the
-    dry run's."""
-    module, config = options(name, size, model)
+def tried(name: str, size: str, model: Path, device: str, precision: str, *more: str, **how) -> Trial:
+    """The backend after an experiment's updates on a device; more: options; how: see `Trial.start`. Its attribute
+    `estimate` is the dry run's."""
+    module, config = options(name, size, model, *more)
     backend = open_trial(device, precision)
     backend.start(**how)
     backend.seed(0)

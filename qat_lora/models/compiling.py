@@ -1,11 +1,22 @@
-"""Decoder blocks that run as torch.compile translates them, with their quantisers and adapters inside."""
+"""How decoder blocks run in training: recomputed, or as torch.compile translates them, with their quantisers and
+adapters inside."""
 
 import functools
 
 import torch
 from torch import nn
 
+from qat_lora.backend import TorchBackend
 from qat_lora.models.architecture import decoder_layers
+
+
+def set_up_blocks(model: nn.Module, backend: TorchBackend, recomputed: bool, compile: str) -> None:
+    """How the decoder blocks of a placed model run in training. recomputed: whether their activations are recomputed
+    in the backward pass. compile: auto, on or off, see `TorchBackend.compiles`."""
+    if recomputed:
+        backend.gradient_checkpointing(model)
+    if backend.compiles(compile):
+        compile_blocks(model)
 
 
 def compile_blocks(model: nn.Module) -> None:

@@ -231,6 +231,8 @@ def _coerced(value: Any, hint: Any, where: str) -> Any:
     kind = type_of(hint)
     if kind is bool and isinstance(value, bool):
         return value
+    if isinstance(value, bool) and {"on", "off"} <= {*choices(hint)}:  # as YAML reads these words
+        return "on" if value else "off"
     if kind is str and isinstance(value, str | int | float) and not isinstance(value, bool):
         return str(value)
     if kind in (int, float) and isinstance(value, str | int | float) and not isinstance(value, bool):

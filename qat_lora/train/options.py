@@ -6,7 +6,7 @@ Methods import what they need, so that --help does not wait for torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from qat_lora.errors import UserError
 from qat_lora.run import options as opt
@@ -59,6 +59,9 @@ class BatchOptions(LoopOptions):
     )
     gradient_checkpointing: bool = opt.training(
         False, "recompute each block in the backward pass: less memory, more time", identity=False
+    )
+    compile: Literal["auto", "on", "off"] = opt.device(
+        "auto", "run the decoder blocks through torch.compile: half a minute at the start; auto does so on CUDA only"
     )
 
     def update_facts(self, workers: int) -> dict:
