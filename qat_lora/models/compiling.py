@@ -20,8 +20,9 @@ def set_up_blocks(model: nn.Module, backend: TorchBackend, recomputed: bool, com
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Compile the decoder blocks of a placed Hugging Face model: one graph for training, shared by all blocks of the
-    same structure, and others for evaluation. Batches must have one shape."""
+    """Compile the training of the decoder blocks of a placed Hugging Face model: one graph, shared by all blocks of the
+    same structure. Batches must have one shape. Without gradients, as in evaluation and generation, whose shapes vary,
+    blocks run as they are."""
     model.enable_input_require_grads()  # otherwise the first block, whose input needs no gradient, has its own graph
     for block in decoder_layers(model):
         block.__class__ = _compiled(type(block))
@@ -30,5 +31,9 @@ def compile_blocks(model: nn.Module) -> None:
 @functools.cache
 def _compiled(kind: type) -> type:
     """In the class, so that copies of a block share it. A block that recomputes its activations does so around it."""
-    forward = torch.compile(kind.forward, dynamic=False)
+    compiled = torch.compile(kind.forward, dynamic=False)
+
+    def forward(self, *args, **named):
+        return (compiled if torch.is_grad_enabled() else kind.forward)(self, *args, **named)
+
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": __name__})
