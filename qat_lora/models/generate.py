@@ -42,8 +42,8 @@ def complete(
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens={max_new_tokens} generates nothing; use 1 or more")
     check_sampling(temperature, top_p=top_p)
-    inputs, base = _encode(tokenizer, prompt, thinking), unwrap(model)
-    used, context = _sizes(model, inputs)
+    ids = _encode(tokenizer, prompt, thinking)
+    used, context = len(ids), _context(model)
     if context and used + max_new_tokens > context:
         raise UserError(
             f"a prompt of {used} tokens and {max_new_tokens} new tokens do not fit the model's context of {context}; "
@@ -56,8 +56,8 @@ def complete(
         repetition_penalty=1.0, eos_token_id=end_tokens(model, tokenizer), pad_token_id=pad,
     )  # fmt: skip
     output = model.generate(
-        input_ids=inputs["input_ids"].to(base.device),
-        attention_mask=inputs["attention_mask"].to(base.device),
+        input_ids=torch.tensor([ids], device=unwrap(model).device),
+        attention_mask=torch.ones(1, used, dtype=torch.long, device=unwrap(model).device),
         generation_config=plan,
         streamer=streamer,
     )
@@ -147,7 +147,7 @@ def check_room(
     model: nn.Module, tokenizer, shortest: str | list[dict], max_new_tokens: int, thinking: bool | None = None
 ) -> None:
     """Raise UserError if even the `shortest` possible prompt does not fit the model's context."""
-    used, context = _sizes(model, _encode(tokenizer, shortest, thinking))
+    used, context = len(_encode(tokenizer, shortest, thinking)), _context(model)
     if context and used + max_new_tokens > context:
         raise UserError(
             f"--max-new-tokens {max_new_tokens} leaves no room for a prompt, which takes at least {used} of the "
@@ -165,13 +165,13 @@ def check_sampling(temperature: float, top_k: int = 0, top_p: float = 1.0) -> No
         raise UserError(f"top-p {top_p} is outside [{LEAST:g}, 1]; use 1 for no restriction")
 
 
-def _sizes(model: nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[int, int | None]:
-    """The length of a prompt and the model's context length (None if unknown), in tokens."""
-    return inputs["input_ids"].shape[1], getattr(unwrap(model).config, "max_position_embeddings", None)
+def _context(model: nn.Module) -> int | None:
+    """The model's context length in tokens; None if unknown."""
+    return getattr(unwrap(model).config, "max_position_embeddings", None)
 
 
-def _encode(tokenizer, prompt: str | list[dict], thinking: bool | None) -> dict[str, torch.Tensor]:
-    """input_ids and attention_mask [1, T] of messages rendered by the chat template, or of plain text."""
+def _encode(tokenizer, prompt: str | list[dict], thinking: bool | None) -> list[int]:
+    """The tokens of messages rendered by the chat template, or of plain text."""
     if not prompt:
         raise UserError("the prompt is empty; give some text to continue")
     try:
@@ -196,5 +196,4 @@ def _encode(tokenizer, prompt: str | list[dict], thinking: bool | None) -> dict[
             ) from error
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     check_ids(ids, tokenizer)
-    tokens = torch.tensor([ids], dtype=torch.long)
-    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    return ids
