@@ -62,10 +62,7 @@ from qat_lora.run.files import check_new, new_folder, write_json
 def main(cfg: Config) -> None:
     check(cfg)
     source = load_source(cfg.checkpoint, cfg.adapter, cfg.model)
-    if cfg.format == "gguf":
-        export_gguf(cfg, source)
-    else:
-        export_hf(cfg, source)
+    (export_gguf if cfg.format == "gguf" else export_hf)(cfg, source)
 
 
 def check(cfg: Config) -> None:

@@ -46,12 +46,12 @@ from qat_lora.data.packing import tokenizer_fingerprint
 from qat_lora.errors import UserError
 from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.lora.adapter import adapter_values, load_adapter
-from qat_lora.models.generate import check_device, complete
 from qat_lora.models.loading import load_model, load_tokenizer
 from qat_lora.models.packaged import notes
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import freeze
 from qat_lora.quant.student import StudentSpec, bits_per_weight, load_student, megabytes, quantize, read_student
+from qat_lora.rl.completion import check_device, complete
 from qat_lora.run.checksums import check_files
 from qat_lora.run.console import say
 from qat_lora.run.files import read_json, sha256, write_atomically

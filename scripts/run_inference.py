@@ -58,9 +58,10 @@ from qat_lora.data.chat import check_template
 from qat_lora.data.text import nfc
 from qat_lora.errors import UserError
 from qat_lora.lora.adapter import load_trained
-from qat_lora.models.generate import check_device, check_room, check_sampling, complete
+from qat_lora.models.generate import check_sampling
 from qat_lora.models.loading import load_model
 from qat_lora.models.packaged import notes
+from qat_lora.rl.completion import check_device, check_room, complete
 from qat_lora.run.console import say
 
 

@@ -66,10 +66,11 @@ from qat_lora.experiments.legal.page import CUT_OFF, STYLE, checked_question, pa
 from qat_lora.experiments.legal.rules import AUTHORITIES
 from qat_lora.experiments.legal.sections import Answer
 from qat_lora.lora.adapter import load_trained
-from qat_lora.models.generate import Stream, check_device, check_room, check_sampling
+from qat_lora.models.generate import check_sampling
 from qat_lora.models.loading import load_config
 from qat_lora.models.packaged import PACKAGED
 from qat_lora.models.source import SPEECH
+from qat_lora.rl.completion import Stream, check_device, check_room
 from qat_lora.run.checksums import check_files
 from qat_lora.run.console import say
 from qat_lora.run.files import read_json

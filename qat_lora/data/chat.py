@@ -10,7 +10,7 @@ from jinja2 import TemplateError
 
 from qat_lora.data.text import END
 from qat_lora.errors import UserError
-from qat_lora.models.tokens import special_tokens
+from qat_lora.models.tokens import check_ids, special_tokens
 
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant"}
 KNOWN_FORMATS = (
@@ -186,8 +186,16 @@ def check_template(tokenizer) -> None:
         )
 
 
-def render(messages: list[dict], tokenizer, enabled: bool, prompt: bool = False) -> str:
-    """The text of a conversation, followed by the generation prompt if `prompt`; enabled: whether thinking is on. A
+def chat_ids(messages: list[dict], tokenizer, enabled: bool | None) -> list[int]:
+    """The tokens of a conversation, ready for the assistant's answer; see `render`."""
+    ids = tokenizer(render(messages, tokenizer, enabled, prompt=True), add_special_tokens=False)["input_ids"]
+    check_ids(ids, tokenizer)
+    return ids
+
+
+def render(messages: list[dict], tokenizer, enabled: bool | None, prompt: bool = False) -> str:
+    """The text of a conversation, followed by the generation prompt if `prompt`; enabled: whether thinking is on, None
+    leaves the template's default. A
     template that prints the date prints the tokenizer's `template_date`, by default today's.
 
     Raises UserError if there are no messages or no template, or if the template refuses the messages.
@@ -203,7 +211,7 @@ def render(messages: list[dict], tokenizer, enabled: bool, prompt: bool = False)
             chat_template=dated(template, date) if date else template,
             tokenize=False,
             add_generation_prompt=prompt,
-            enable_thinking=enabled,
+            **({} if enabled is None else {"enable_thinking": enabled}),
         )
     except TemplateError as error:
         raise UserError(

@@ -45,16 +45,12 @@ def read_rows(
 
 def _open(source: str, config: str | None, split: str, streaming: bool, fix: str | None) -> Iterator[dict]:
     path = Path(source).expanduser()
-    is_local = source == EMBEDDED or _looks_like_path(source, path)
-    if not is_local:
+    is_path = path.suffix.lower() in FILE_READERS or source.startswith(("/", "./", "../", "~")) or path.exists()
+    if source != EMBEDDED and not is_path:
         return _hub_rows(source, config, split, streaming, fix)
     if split != "train":
         raise UserError(f'split="{split}" needs a hub dataset: "{source}" has no splits; leave split at "train"')
     return _embedded_rows() if source == EMBEDDED else _file_rows(path)
-
-
-def _looks_like_path(source: str, path: Path) -> bool:
-    return path.suffix.lower() in FILE_READERS or source.startswith(("/", "./", "../", "~")) or path.exists()
 
 
 def _embedded_rows() -> Iterator[dict]:

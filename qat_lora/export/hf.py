@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-from torch import nn
-
 from qat_lora.export.source import Source, weight_of
 from qat_lora.lora.adapter import load_adapter, weight_file, write_origin
 from qat_lora.models.loading import load_tokenizer, plain_state
@@ -33,7 +31,8 @@ def write_hf(source: Source, folder: Path, shown: Path, merged: bool) -> None:
     back = write_model(student, tokenizer, folder, shown)
     if source.adapter:
         _write_adapter(source, folder / ADAPTER_FOLDER, shown)
-        _check_adapter(source, back, folder / ADAPTER_FOLDER, shown / ADAPTER_FOLDER)
+        adapted = load_adapter(back, folder / ADAPTER_FOLDER, source.checkpoint)
+        check_logits(adapted, probe(back), source.adapted, shown / ADAPTER_FOLDER)
 
 
 def _write_adapter(source: Source, folder: Path, base: Path) -> None:
@@ -43,8 +42,3 @@ def _write_adapter(source: Source, folder: Path, base: Path) -> None:
     config = read_json(source.adapter / "adapter_config.json")
     write_json(folder / "adapter_config.json", config | {"base_model_name_or_path": str(base.absolute())})
     write_origin(folder, sha256(source.checkpoint), source.student)
-
-
-def _check_adapter(source: Source, back: nn.Module, folder: Path, shown: Path) -> None:
-    adapted = load_adapter(back, folder, source.checkpoint)
-    check_logits(adapted, probe(back), source.adapted, shown)

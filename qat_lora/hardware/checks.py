@@ -227,11 +227,6 @@ def check_syncs(name: str, place: Machine) -> Figures:
     return {"updates watched": len(backend.steps), "on": str(backend.device)}
 
 
-# -- how fast is it? ---------------------------------------------------------------------------------------------------
-def timed(measure: Callable[..., Figures], *name: str) -> Callable[[Machine], Figures]:
-    return lambda place: measure(*name, place.size, place.model, place.device)
-
-
 CHECKS = {  # the most important first
     "device": Check("parity", check_device, 60),
     "losses": Check("parity", check_losses, 60),
@@ -242,8 +237,8 @@ CHECKS = {  # the most important first
     "workers": Check("workers", jobs.check_workers, 120),
     "killed worker": Check("workers", jobs.check_killed, 120),
     "gradient reduction": Check("workers", jobs.check_smoke, 120),
-    **{f"speed: {name}": Check("speed", timed(speed.measure, name), 150) for name in SCRIPTS},
-    "speed: torch.compile": Check("speed", timed(speed.measure_compiled), 240, ("real",)),
+    **{f"speed: {name}": Check("speed", partial(speed.measure, name), 150) for name in SCRIPTS},
+    "speed: torch.compile": Check("speed", speed.measure_compiled, 240, ("real",)),
     "quality": Check("quality", jobs.check_quality, math.inf),
 }
 

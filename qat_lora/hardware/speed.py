@@ -5,7 +5,6 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 import transformers
@@ -16,7 +15,7 @@ from qat_lora.ahead.aot import CHIPS, DETECTED
 from qat_lora.ahead.trial import Trial, kernel_times, open_trial
 from qat_lora.backend.detect import tpu_chips
 from qat_lora.hardware.experiments import LANGUAGE_MODELS, tried
-from qat_lora.hardware.place import Skipped
+from qat_lora.hardware.place import Figures, Machine, Skipped
 from qat_lora.hardware.tiny import PLAIN
 from qat_lora.models.architecture import decoder_layers, text_config, unwrap
 from qat_lora.quant.student import freeze_plain_tables
@@ -39,21 +38,22 @@ PHASES = {"teacher cache": "a teacher pass", "SFT and GRPO": "GRPO"}  # of the d
 UPDATES = {"tiny": 4, "real": 8}
 
 
-def measure(name: str, size: str, model: Path, device: str) -> dict[str, float | str]:
+def measure(name: str, place: Machine) -> Figures:
     """An experiment's figures: milliseconds of an update, tokens per second, model FLOPs utilisation, peak memory
     beside the dry run's estimate, share of time by kind of kernel and, for a language model, the same update of plain
     fine-tuning."""
-    found: dict[str, float | str] = {}
+    found: Figures = {}
 
     @contextmanager
     def profiled() -> Iterator[None]:
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         with profile(activities=kinds) as seen:
             yield
-        found["time by kernel"] = shares(seen, device == "cuda")
+        found["time by kernel"] = shares(seen, place.device == "cuda")
 
-    around = None if device in ("tpu", "xla") else profiled  # torch's profiler does not see XLA's kernels
-    backend = tried(name, size, model, device, "auto", updates=UPDATES[size], around=around)
+    around = None if place.device in ("tpu", "xla") else profiled  # torch's profiler does not see XLA's kernels
+    how = {"updates": UPDATES[place.size], "around": around}
+    backend = tried(name, place.size, place.model, place.device, "auto", **how)
     phase = list(backend.seconds)[-1]
     seconds, tokens = backend.seconds[phase], backend.trained[phase]
     figures = {"phase": phase, "ms": seconds * 1e3, "tokens/s": tokens / seconds, "precision": backend.precision}
@@ -81,17 +81,18 @@ def measure(name: str, size: str, model: Path, device: str) -> dict[str, float |
     return figures
 
 
-def measure_compiled(size: str, model: Path, device: str) -> dict[str, float | str]:
+def measure_compiled(place: Machine) -> Figures:
     """Milliseconds of an update of QAT and of plain fine-tuning on its rows, each as it is and with its decoder blocks
     in torch.compile."""
-    backend = open_trial(device, "auto")
+    backend = open_trial(place.device, "auto")
     if backend.static_shapes:
         raise Skipped("XLA compiles everything")
     if not backend.compiles("on"):
         raise Skipped("torch.compile does not work here")
     found = {}
     for compile, name in (("off", "as it is"), ("on", "compiled")):
-        backend = tried("QAT", size, model, device, "auto", "--compile", compile, updates=UPDATES[size])
+        options = place.size, place.model, place.device, "auto", "--compile", compile
+        backend = tried("QAT", *options, updates=UPDATES[place.size])
         rows, config = backend.batch["tokens"], plain_config(backend)
         found[f"QAT {name} ms"] = 1e3 * backend.seconds["qat: update"]
         found[f"plain {name} ms"] = 1e3 * plain_update(config, rows, backend, compiled=compile == "on")[0]

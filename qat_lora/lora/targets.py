@@ -176,16 +176,13 @@ def coverage(model: nn.Module) -> str:
     """A readable summary of which layers have adapters, in how many blocks."""
     blocks = [adapted(block) for block in decoder_layers(model)]
     found = _by_blocks([[_label(path, layer) for path, layer in block.items()] for block in blocks])
-    told = "; ".join(f"{', '.join(names)} in {_share(count, len(blocks))} blocks" for names, count in found)
+    shares = {len(blocks): f"each of {len(blocks)}"}
+    told = "; ".join(f"{', '.join(n)} in {shares.get(count, f'{count} of {len(blocks)}')} blocks" for n, count in found)
     return f"{sum(map(len, blocks))} layers ({told})"
 
 
 def _label(path: str, layer: LoraLayer) -> str:
     return _name(path) if isinstance(layer.get_base_layer(), nn.Linear) else ".".join(path.split(".")[-2:])
-
-
-def _share(count: int, blocks: int) -> str:
-    return f"each of {blocks}" if count == blocks else f"{count} of {blocks}"
 
 
 def left_out(model: nn.Module, how: str = "") -> list[str]:

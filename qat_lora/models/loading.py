@@ -7,7 +7,7 @@ import io
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from unittest.mock import patch
@@ -98,8 +98,14 @@ def gguf_reader(path) -> gguf.GGUFReader:
     return _parsed(str(path), there.st_size, there.st_mtime_ns)
 
 
-@functools.cache  # reading it from a GGUF file takes seconds
-def _full_config(name: str, state: tuple) -> PreTrainedConfig:
+def _per_files(function: Callable) -> Callable:
+    """Cache a function of a model's name for as long as the model's files do not change."""
+    cached = functools.cache(lambda name, state: function(name))
+    return functools.wraps(function)(lambda name: cached(name, files_key(name)))
+
+
+@_per_files  # reading it from a GGUF file takes seconds
+def _full_config(name: str) -> PreTrainedConfig:
     config, source = _load(AutoConfig, name), model_source(name)
     if "gguf_file" in source:
         lost = unread(gguf_reader(Path(source["pretrained_model_name_or_path"], source["gguf_file"])), config)
@@ -114,20 +120,16 @@ def _full_config(name: str, state: tuple) -> PreTrainedConfig:
     return config
 
 
-@functools.cache
-def _config(name: str, state: tuple) -> PreTrainedConfig:
-    return text_config(name, _full_config(name, state))
-
-
+@_per_files
 def load_config(name: str) -> PreTrainedConfig:
     """The model's HF config, read without its weights; for a multimodal model, that of its language model. Do not
     modify it: every caller gets the same object. Raises UserError for anything but a causal language model."""
-    return _config(name, files_key(name))
+    return text_config(name, _full_config(name))
 
 
 def adapter_notes(name: str) -> list[str]:
     """Notes for the user if plain PEFT cannot load an adapter of this model's language model onto the whole model."""
-    config = _full_config(name, files_key(name))
+    config = _full_config(name)
     if loads_as_text(name, config):
         return []
     return [f"adapter/ fits only the language model: PEFT cannot load it onto the whole {config.model_type} model"]
@@ -174,8 +176,10 @@ def load_model(name: str) -> nn.Module:
     contradict it; also, before any weight is read, for a model that does not fit into this machine's memory.
     """
     check_headers(name)
-    _check_room(name)
-    config = _full_config(name, files_key(name))
+    count = sum(p.numel() for p in empty_model(name).parameters())
+    what = f"model {name!r} with {count:,} weights (vocabulary {load_config(name).vocab_size:,})"
+    check_memory(4 * count, what, "the model size, or use a machine with more memory")
+    config = _full_config(name)
     options = {"dtype": torch.float32, "config": copy.deepcopy(config), "output_loading_info": True}
     if "gguf_file" in model_source(name) and hasattr(transformers, "GgufConfig"):
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)  # keep no quantised blocks
@@ -204,12 +208,6 @@ def load_model(name: str) -> nn.Module:
     model.fingerprint = model_fingerprint(name)
     check(model.eval())
     return model
-
-
-def _check_room(name: str) -> None:
-    config, count = load_config(name), sum(p.numel() for p in empty_model(name).parameters())
-    what = f"model {name!r} with {count:,} weights (vocabulary {config.vocab_size:,})"
-    check_memory(4 * count, what, "the model size, or use a machine with more memory")
 
 
 # Generation settings that apply only to sampling, and those that apply only with several beams.
@@ -277,8 +275,10 @@ def _differently_tied(name: str, one: str, other: str) -> UserError:
     )
 
 
-@functools.cache
-def _fingerprint(name: str, state: tuple) -> str:
+@_per_files
+def model_fingerprint(name: str) -> str:
+    """sha256 (hex) of a model's weights, config and tokenizer, independent of where the model is stored, how its path
+    is written, and how many files its weights are in. Reads all weights."""
     load_config(name)  # raises a clear error for anything that is not a model
     files = weight_files(name)
     if "gguf_file" in model_source(name):
@@ -288,12 +288,6 @@ def _fingerprint(name: str, state: tuple) -> str:
     except UserError:
         tokenizer = "none"
     return fingerprint(files, config_json(name), tokenizer)
-
-
-def model_fingerprint(name: str) -> str:
-    """sha256 (hex) of a model's weights, config and tokenizer, independent of where the model is stored, how its path
-    is written, and how many files its weights are in. Reads all weights."""
-    return _fingerprint(name, files_key(name))
 
 
 def plain_state(model: nn.Module) -> dict[str, Tensor]:
@@ -315,7 +309,7 @@ def weights_fingerprint(model: nn.Module) -> str:
 def empty_model(name: str) -> nn.Module:
     """The model's architecture without storage for its parameters. Raises UserError unless the headers of its local
     safetensors files list exactly its tensors."""
-    config, whole = load_config(name), _full_config(name, files_key(name))
+    config, whole = load_config(name), _full_config(name)
     with _building(name), torch.device("meta"):
         model = text_class(name, whole)._from_config(copy.deepcopy(config), dtype=torch.float32)
     check_headers(name)
@@ -323,15 +317,11 @@ def empty_model(name: str) -> nn.Module:
     return model.eval()
 
 
+@_per_files
 def check_headers(name: str) -> None:
     """Raise UserError unless the headers of a local model's safetensors files list exactly its tensors. Hub models and
     other formats are checked when they are loaded."""
-    _check_headers(name, files_key(name))
-
-
-@functools.cache
-def _check_headers(name: str, state: tuple) -> None:
-    whole = _full_config(name, state)
+    whole = _full_config(name)
     kind = full_class(name, whole)
     files = [] if is_hub(name) or is_planned(name) else weight_files(name)
     if not files or any(file.suffix != ".safetensors" for file in files) or getattr(whole, "quantization_config", None):

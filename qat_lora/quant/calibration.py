@@ -65,7 +65,11 @@ def calibrate(
     if layers:
         _least_error(student, layers, batches, backend)
     if method == "gptq" and blocks:
-        _compensate(student, batches, backend)
+        inputs, calls = first_inputs(student, batches, backend)
+        found = decoder_layers(student)
+        for index, block in watched(enumerate(found), "GPTQ, block by block", len(found)):
+            compensate_block(block, inputs, calls.block(index), backend)
+            inputs = block_outputs(block, inputs, calls.block(index), backend)
 
 
 def _least_error(student: nn.Module, layers: dict[str, nn.Module], batches: list[dict], backend: TorchBackend) -> None:
@@ -81,11 +85,3 @@ def _least_error(student: nn.Module, layers: dict[str, nn.Module], batches: list
     moments = input_moments(student, forward)
     for name, layer in watched(layers.items(), "initial scales", len(layers)):
         set_scale(layer, moment=moments.get(name))  # experts have no moment
-
-
-def _compensate(student: nn.Module, batches: list[dict], backend: TorchBackend) -> None:
-    inputs, calls = first_inputs(student, batches, backend)
-    blocks = decoder_layers(student)
-    for index, block in watched(enumerate(blocks), "GPTQ, block by block", len(blocks)):
-        compensate_block(block, inputs, calls.block(index), backend)
-        inputs = block_outputs(block, inputs, calls.block(index), backend)

@@ -221,14 +221,10 @@ def read_student(path: str | Path, model: str | None = None) -> dict:
     try:
         here = model_fingerprint(name)
     except UserError as error:
-        if model is not None:
-            raise UserError(
-                f"checkpoint {path} was made from model {made!r}, and --model {name!r} cannot be read ({error}); set "
-                "--model to where it is now"
-            ) from error
+        which = "which" if model is None else f"and --model {name!r}"
         raise UserError(
-            f"checkpoint {path} was made from model {made!r}, which cannot be read ({error}); set --model to where it "
-            "is now"
+            f"checkpoint {path} was made from model {made!r}, {which} cannot be read ({error}); set --model to where "
+            "it is now"
         ) from error
     content["model"] = name
     there = content["fingerprint"]

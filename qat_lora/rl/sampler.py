@@ -8,8 +8,7 @@ from functools import cached_property
 from torch import nn
 
 from qat_lora.backend import TorchBackend
-from qat_lora.data.chat import after_thought, opens_thought, render
-from qat_lora.models.tokens import check_ids
+from qat_lora.data.chat import after_thought, chat_ids, opens_thought
 from qat_lora.rl.policy import Prompts
 from qat_lora.rl.rollout import Sampling, rollout
 from qat_lora.run.console import watched
@@ -37,10 +36,7 @@ class Sampler:
 
     def prompt(self, talk: Sequence[dict]) -> list[int]:
         """The tokens of one conversation, of any length."""
-        text = render(list(talk), self.tokenizer, self.thinks, prompt=True)
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        check_ids(ids, self.tokenizer)
-        return ids
+        return chat_ids(list(talk), self.tokenizer, self.thinks)
 
     @cached_property
     def opened(self) -> bool:

@@ -75,7 +75,9 @@ def write_report(path: Path, result: dict[str, Any] | None = None) -> Path:
     that has just ended, used instead of summary.json. Raises UserError if there is no run, or it has logged nothing.
     """
     if not (path / "metrics.jsonl").exists():
-        raise UserError(f"{path} has no metrics.jsonl; {_nearby(path)}")
+        runs = ", ".join(sorted(str(log.parent) for log in path.glob("*/metrics.jsonl")))
+        fix = f"give one of its runs: {runs}" if runs else "give a run directory such as runs/train_qat/NAME"
+        raise UserError(f"{path} has no metrics.jsonl; {fix}")
     curves = plot_run(path)
     manifest = read_json(path / "manifest.json") if (path / "manifest.json").exists() else {}
     summary = read_json(path / "summary.json") if (path / "summary.json").exists() else {}
@@ -99,11 +101,6 @@ def write_report(path: Path, result: dict[str, Any] | None = None) -> Path:
     )  # fmt: skip
     write_atomically(path / FILE, lambda file: file.write(page.encode()))
     return path / FILE
-
-
-def _nearby(path: Path) -> str:
-    runs = sorted(str(log.parent) for log in path.glob("*/metrics.jsonl"))
-    return f"give one of its runs: {', '.join(runs)}" if runs else "give a run directory such as runs/train_qat/NAME"
 
 
 def _measured(lines: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

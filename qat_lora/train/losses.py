@@ -131,11 +131,6 @@ class _TokenLogProb(torch.autograd.Function):
 
 def text_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Next-token cross-entropy; mask [B, L] is 1 at the target tokens."""
-    hidden = hidden_states(model, batch["tokens"])
-    return _nll(hidden, head_of(model), batch["tokens"], batch["mask"], batch.get("total"))
-
-
-def _nll(hidden: Tensor, head: Head, tokens: Tensor, mask: Tensor, total: Tensor | None = None) -> Tensor:
-    """Next-token cross-entropy of last hidden states [B, L, H] over the tokens where mask [B, L] is 1."""
-    labels = tokens[:, 1:].unsqueeze(2)
-    return sparse_loss(hidden[:, :-1], head, labels, torch.ones_like(labels), mask[:, 1:], total)
+    hidden, labels = hidden_states(model, batch["tokens"])[:, :-1], batch["tokens"][:, 1:].unsqueeze(2)
+    mask, total = batch["mask"][:, 1:], batch.get("total")
+    return sparse_loss(hidden, head_of(model), labels, torch.ones_like(labels), mask, total)

@@ -11,10 +11,10 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from qat_lora.errors import UserError
 from qat_lora.lora.adapter import load_adapter
-from qat_lora.models import generate
-from qat_lora.models.generate import Stream, complete
 from qat_lora.models.loading import load_model, load_tokenizer
 from qat_lora.quant.student import load_student
+from qat_lora.rl import completion
+from qat_lora.rl.completion import Stream, complete
 
 PROMPT = "The assignment statement"
 NEW = 12
@@ -152,7 +152,7 @@ def test_complete_refuses_bad_options(model, tokenizer, options, words):
 def test_a_missing_template_and_one_that_refuses_are_reported(model, tokenizer):
     other = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
     other.chat_template = None
-    with pytest.raises(UserError, match="no chat template; use --raw"):
+    with pytest.raises(UserError, match="no chat template: give one"):
         complete(model, other, user(PROMPT), max_new_tokens=NEW)
     other.chat_template = "{{ raise_exception('no system role') if messages[0].role == 'system' }}{{ messages }}"
     with pytest.raises(UserError, match="refuses the messages: no system role"):
@@ -169,7 +169,7 @@ def test_generation_stops_when_the_stream_is_no_longer_read(model, tokenizer, ba
         return forward(*args, **kwargs)
 
     noticed = property(lambda pieces: left.is_set(), lambda pieces, value: left.set())
-    monkeypatch.setattr(generate._Pieces, "left", noticed)
+    monkeypatch.setattr(completion._Pieces, "left", noticed)
     monkeypatch.setattr(model, "forward", patient)
     pieces = iter(Stream(model, tokenizer, PROMPT, backend, max_new_tokens=100))
     assert next(pieces)

@@ -24,9 +24,6 @@ from qat_lora.run.files import write_json
 GENERATED = "generated"
 
 
-NO_HUB = f'use "{GENERATED}" or a local .jsonl or .parquet file'
-
-
 @dataclass(frozen=True)
 class LegalData:
     """Packed training and held-out rows; questions: the held-out rows unpacked; authorities: what may be cited;
@@ -58,7 +55,8 @@ class LegalData:
 def legal_rows(dataset: str, split: str, count: int, seed: int) -> list[dict]:
     """The checked rows of a dataset, or `count` generated ones."""
     if dataset != GENERATED:
-        return checked_rows(list(read_rows(dataset, split=split, fix=NO_HUB)))
+        fix = f'use "{GENERATED}" or a local .jsonl or .parquet file'
+        return checked_rows(list(read_rows(dataset, split=split, fix=fix)))
     if split != "train":
         raise UserError(f"--dataset-split {split} needs a hub dataset: the generated one has no splits; use train")
     return checked_rows(list(generate(count, seed)))

@@ -8,7 +8,7 @@ from qat_lora.data.chat import after_thought
 from qat_lora.errors import UserError
 from qat_lora.experiments.legal.authorities import Authorities
 from qat_lora.experiments.legal.sections import SECTIONS, Answer
-from qat_lora.models.generate import Stream
+from qat_lora.rl.completion import Stream
 
 EXAMPLES = (
     "A baker broke a simple contract with a supplier on 3 May 2021. Find the last day for issuing the claim.",
