@@ -10,7 +10,6 @@ show at the first update, in fp64 too.
 """
 
 import json
-import runpy
 import statistics
 import tempfile
 from dataclasses import dataclass
@@ -18,13 +17,15 @@ from pathlib import Path
 
 import torch
 
+from qat_lora.ahead.rehearsal import Updates
 from qat_lora.backend import TorchBackend
 from qat_lora.backend.opening import launch
 from qat_lora.errors import UserError
 from qat_lora.experiments.athena.model import RecursiveModel
-from qat_lora.experiments.athena.training import Trainer, segment_batches
+from qat_lora.experiments.athena.training import Trainer
 from qat_lora.run.command_line import parse, run_script
 from qat_lora.run.options import ScriptConfig, option
+from qat_lora.run.scripts import load_script
 
 SHOWN = (1, 2, 5, 10, 20, 30, 40)
 
@@ -72,23 +73,23 @@ def losses(cfg: Config, seed: int, double: bool, ulp: bool, workers: int) -> lis
 def train(backend: TorchBackend, cfg: Config, seed: int, double: bool, ulp: bool, folder: Path) -> None:
     torch.set_num_threads(1)
     words = ["--config", "nano", "--learning-rate", str(cfg.lr), "--seed", str(seed), "--max-steps", str(cfg.steps)]
-    script = runpy.run_path(str(Path(__file__).resolve().parents[1] / "scripts" / "pretrain.py"))
-    options = script["checked"](parse(script["Config"], "pretrain", words))
-    rows, _ = script["open_rows"](options)
-    plan = script["plan_of"](options, cfg.steps)
+    script = load_script("pretrain")
+    options = script.checked(parse(script.Config, "pretrain", words))
+    rows, _ = script.open_rows(options)
     backend.seed(seed)
-    model = RecursiveModel(script["spec_of"](options, rows))
+    model = RecursiveModel(script.spec_of(options, rows))
     model = model.double() if double else model
     if ulp:
         with torch.no_grad():
             first = max(model.parameters(), key=lambda p: p.numel()).view(-1)[:1]
             first.copy_(torch.nextafter(first, first + 1))
-    trainer, found = Trainer(backend.place(model), plan, backend), []
-    for number, batch in enumerate(segment_batches(rows, plan, 0, backend.rank, backend.world_size), 1):
-        loss = trainer.step(backend.to_device(batch), number)["loss"].value
-        found.append(sum(backend.group.gather(loss.item())))
+    session = Updates(backend)
+    script.train_segments(
+        Trainer(backend.place(model), script.plan_of(options, cfg.steps), backend), rows, session, None
+    )
+    shares = backend.group.gather([figures["loss"].value.item() for figures in session.figures])
     if backend.is_main:
-        (folder / "losses.json").write_text(json.dumps(found))
+        (folder / "losses.json").write_text(json.dumps([sum(each) for each in zip(*shares)]))
 
 
 if __name__ == "__main__":

@@ -16,22 +16,25 @@ process with 1, 2, 4 and 8 H cycles, and how many graphs XLA compiles (on its CP
 import multiprocessing
 import os
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import islice
+from functools import partial
 from statistics import median
 
 import torch
 from plain_trm import PlainTraining, PlainTRM, Sizes
 
+from qat_lora.ahead.rehearsal import Updates
 from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.errors import UserError
 from qat_lora.experiments.athena.model import IGNORE, RecursiveModel, RecursiveSpec
-from qat_lora.experiments.athena.rows import draw
+from qat_lora.experiments.athena.rows import PuzzleRows, draw
 from qat_lora.experiments.athena.training import RecursivePlan, Trainer, segment_batches
 from qat_lora.hosts.git import revision
 from qat_lora.run.command_line import run_script
 from qat_lora.run.options import ScriptConfig, option
+from qat_lora.run.scripts import load_script
 
 WARM, SEGMENTS = 2, 16
 MIXERS = {"mlp": True, "attention": False}
@@ -85,8 +88,8 @@ def sizes_of(cfg: Config, mlp_t: bool, rows) -> RecursiveSpec:
     )  # fmt: skip
 
 
-def training(cfg: Config, backend: TorchBackend, mlp_t: bool):
-    """Our trainer and its batches."""
+def training(cfg: Config, backend: TorchBackend, mlp_t: bool) -> tuple[Trainer, PuzzleRows]:
+    """Our trainer and its rows."""
     rows = draw(cfg.puzzle, 2 * cfg.batch_size, cfg.seed)
     plan = RecursivePlan(
         steps=1000, batch_size=cfg.batch_size, learning_rate=1e-4, warmup_steps=10, clip_grad_norm=1.0, seed=cfg.seed,
@@ -97,12 +100,12 @@ def training(cfg: Config, backend: TorchBackend, mlp_t: bool):
     if lacking := backend.compiler_lacks():
         raise UserError(f"torch.compile needs {lacking}, which this machine lacks; install it first")
     model.stack = backend.compiled(model.stack)
-    return Trainer(model, plan, backend), segment_batches(rows, plan, 0)
+    return Trainer(model, plan, backend), rows
 
 
 def run_turns(cfg: Config, backend: TorchBackend, mlp_t: bool) -> list[tuple[float, float, float]]:
     """Seconds of each turn: ours, plain, plain compiled."""
-    trainer, batches = training(cfg, backend, mlp_t)
+    trainer, rows = training(cfg, backend, mlp_t)
     spec = trainer.model.spec
     sizes = Sizes(
         spec.vocab, spec.length, spec.hidden_size, spec.num_heads, spec.kv_heads, spec.L_layers, spec.H_cycles,
@@ -114,22 +117,44 @@ def run_turns(cfg: Config, backend: TorchBackend, mlp_t: bool) -> list[tuple[flo
         raise UserError(f"ours has {count} weights but plain_trm.py {theirs}; make them equal before comparing")
     others[1].forward = backend.compiled(others[1].forward)
     published = [PlainTraining(plain, cfg.batch_size, 1e-4, 0.9995, SEGMENTS, IGNORE) for plain in others]
-    times = []
-    for number, batch in enumerate(islice(batches, cfg.turns + WARM), 1):
-        batch = backend.to_device(batch)
+    session, batches, times = Turns(backend, last=cfg.turns + WARM), segment_batches(rows, trainer.plan, 0), []
+
+    def others_turn(number: int) -> None:
+        batch = backend.to_device(next(batches))
         puzzle = torch.zeros(cfg.batch_size, spec.hidden_size, device=backend.device)
-        steps = [lambda: trainer.step(batch, number)["loss"]]  # noqa: B023 — called at once
-        steps += [lambda p=p: p.step(batch["inputs"], batch["labels"], puzzle)["loss"] for p in published]  # noqa: B023
-        times.append(tuple(timed(backend, step) for step in steps))
+        steps = [partial(plain.step, batch["inputs"], batch["labels"], puzzle) for plain in published]
+        times.append((session.seconds, *(timed(backend, step) for step in steps)))
+
+    session.after = others_turn
+    train(trainer, rows, session)
     return times[WARM:]
+
+
+class Turns(Updates):
+    """seconds: how long the last update took."""
+
+    def steps(self, *stage) -> Iterator[int]:
+        for step in super().steps(*stage):
+            started = time.monotonic()
+            yield step
+            wait(self.backend, self.figures[-1]["loss"].value)
+            self.seconds = time.monotonic() - started
+
+
+def train(trainer: Trainer, rows: PuzzleRows, session: Updates) -> None:
+    load_script("pretrain").train_segments(trainer, rows, session, None)
 
 
 def timed(backend: TorchBackend, step) -> float:
     started = time.monotonic()
-    float(step())  # waits for the device
+    wait(backend, step()["loss"])
+    return time.monotonic() - started
+
+
+def wait(backend: TorchBackend, loss) -> None:
+    float(loss)  # waits for the device
     if backend.kind == "cuda":
         torch.cuda.synchronize()
-    return time.monotonic() - started
 
 
 def apart(work, *arguments):
@@ -140,23 +165,19 @@ def apart(work, *arguments):
 
 def peak(cfg: Config, kind: str, mlp_t: bool, cycles: int) -> float:
     backend = open_backend(kind, cfg.precision)
-    trainer, batches = training(replace(cfg, H_cycles=cycles), backend, mlp_t)
-    for number, batch in enumerate(islice(batches, 3), 1):
-        float(trainer.step(backend.to_device(batch), number)["loss"])
+    train(*training(replace(cfg, H_cycles=cycles), backend, mlp_t), Updates(backend, last=3))
     return backend.peak_memory_mb()
 
 
 def compiles(cfg: Config, kind: str, mlp_t: bool, cycles: int) -> tuple[int, int]:
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     backend = open_backend(kind, "fp32")
-    trainer, batches = training(replace(cfg, batch_size=8), backend, mlp_t)
+    trainer, rows = training(replace(cfg, batch_size=8), backend, mlp_t)
     torch.nn.init.zeros_(trainer.model.halt_bias)  # so that some rows halt and others go on
     torch.nn.init.normal_(trainer.model.halt_weight)
     backend.step_boundary()
     found = []
-    for number, batch in enumerate(islice(batches, 10), 1):
-        float(trainer.step(backend.to_device(batch), number)["loss"])
-        found.append(backend.counters()["compiles"])
+    train(trainer, rows, Updates(backend, last=10, after=lambda number: found.append(backend.counters()["compiles"])))
     return found[0], found[-1]
 
 

@@ -122,25 +122,25 @@ if __name__ == "__main__":
     check_command_line(Config, NAME, __doc__)  # before the imports that take seconds
 
 import dataclasses
-import functools
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from qat_lora.ahead.rehearsal import Rehearsal
 from qat_lora.backend import TorchBackend, open_planned, planned_workers
 from qat_lora.backend.machine import check_memory
 from qat_lora.backend.opening import launch
 from qat_lora.errors import UserError
-from qat_lora.experiments.athena.evaluation import answer, kept, measure
-from qat_lora.experiments.athena.model import RecursiveModel, RecursiveSpec, recursive_memory, weight_options
+from qat_lora.experiments.athena.model import RecursiveModel, RecursiveSpec, memory_of, recursive_memory, segment_loss
 from qat_lora.experiments.athena.puzzles import draw_answer, side
 from qat_lora.experiments.athena.rows import PuzzleRows, draw, load, planned_rows, row_memory, split
-from qat_lora.experiments.athena.training import RecursivePlan, Trainer, announce, athena_stage
+from qat_lora.experiments.athena.training import RecursivePlan, Trainer, announce, athena_stage, describe, placed
 from qat_lora.run.console import attempt, say, summarise
 from qat_lora.run.files import write_atomically
+from qat_lora.run.metrics import Share, Total
 from qat_lora.run.remote import bring_back, check_unused, copy_out
 from qat_lora.run.report import write_report
 from qat_lora.run.resuming import check_same, prepare
@@ -181,50 +181,35 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         describe(backend, train, heldout, plan, model, workers)
         say(f"memory of a worker: at least {need / 1e9:,.2f} GB")
         if backend.static_shapes:
-            say(memory_line(memory(cfg, spec, backend, workers), backend))
+            say(memory_line(memory_of(*sizes_of(cfg, spec, backend, workers)), backend))
     if cfg.dry_run:
         return
 
     run = open_or_restore(cfg, {"data": train.fingerprint, "heldout_data": held.fingerprint}, backend)
     saved = (lambda path: copy_out(run.path, path, cfg.checkpoint_path)) if cfg.checkpoint_path else None
     session = Session(run, backend, cfg.every(), ("loss", "exact"), saved=saved)
-    trainer = Trainer(place_and_compile(cfg, model, backend), plan, backend)
-    train_segments(trainer, train, session, Evaluation(trainer, heldout))
+    trainer = Trainer(placed(model, backend, cfg.gradient_checkpointing, cfg.compile), plan, backend)
+    train_segments(trainer, train, session, partial(trainer.evaluate, heldout))
     finish(run, trainer, heldout, session.cost())
 
 
-def train_segments(trainer: Trainer, train: PuzzleRows, session: Session, evaluate: "Evaluation") -> None:
+def train_segments(trainer: Trainer, train: PuzzleRows, session: Session, evaluate: Callable | None) -> None:
     """Deep supervision: an update runs one segment of the rows in the carry, after replacing those that halted."""
-    trainer.model.train()
+    model, plan, backend = trainer.model, trainer.plan, trainer.backend
+    model.train()
     for update in athena_stage(trainer, train, session, evaluate):  # resumes, evaluates and saves in between
-        for batch in update:  # new rows, which replace those that have halted
-            loss, metrics = trainer.segment(batch)  # forward and loss
-            trainer.backend.backward(loss)
-            update.add(**metrics)
+        for batch in update:  # new rows, on the device
+            carry, picked = trainer.refill(batch)  # they replace the rows that have halted
+            with backend.autocast():
+                z_H, z_L, logits, halt = model(carry.z_H, carry.z_L, carry.inputs, picked)  # one segment
+            losses, right = segment_loss(logits, halt, carry.labels)  # of each row
+            loss = losses.sum() / plan.batch_size  # this worker's share: batch_size counts the rows of all workers
+            backend.backward(loss)
+            metrics = trainer.advance(z_H, z_L, halt, right, batch["least"])
+            update.add(loss=Share(loss), **metrics, tokens=Total(carry.inputs.numel()))
+            del carry, logits  # on XLA, a tensor that is still in use after the step becomes an output of its graph
         norm = update.step()  # reduces over workers, clips, steps (also SignSGD on embeddings), updates the EMA
         update.record(grad_norm=norm)
-
-
-class Evaluation:
-    """evaluate(step): held-out figures of the moving average. Keeps the state with the most rows right; ties go to
-    the lowest loss."""
-
-    def __init__(self, trainer: Trainer, heldout: PuzzleRows):
-        self.trainer, self.heldout = trainer, heldout
-
-    def __call__(self, step: int) -> dict[str, float]:
-        trainer, best = self.trainer, self.trainer.best
-        plan, backend = trainer.plan, trainer.backend
-        figures = measure(trainer.shown, self.heldout, plan.segments, plan.batch_size, backend)
-        # the best state is not comparable if it was measured before a resume with a different --eval-rows
-        same = best and best["figures"].get("heldout_rows", len(self.heldout)) == len(self.heldout)
-        if backend.is_main and not (same and self.merit(figures) <= self.merit(best["figures"])):
-            best.update(figures={"step": step, **figures}, state=kept(trainer.shown, backend))
-        return figures
-
-    @staticmethod
-    def merit(figures: dict[str, float]) -> tuple[float, float]:
-        return figures["heldout_exact_full"], -figures["heldout_loss"]
 
 
 def checked(cfg: Config) -> Config:
@@ -258,13 +243,8 @@ def plan_of(cfg: Config, steps: int) -> RecursivePlan:
 
 def spec_of(cfg: Config, rows: PuzzleRows) -> RecursiveSpec:
     names = {field.name for field in dataclasses.fields(RecursiveSpec)} & set(vars(cfg))
-    return RecursiveSpec(
-        vocab=rows.vocab,
-        length=rows.length,
-        causal=rows.causal,
-        identifiers=rows.identifiers_count,
-        **{name: getattr(cfg, name) for name in names},
-    )
+    sizes = {name: getattr(cfg, name) for name in names}
+    return RecursiveSpec(rows.vocab, rows.length, causal=rows.causal, identifiers=rows.identifiers_count, **sizes)
 
 
 # -- the steps -------------------------------------------------------------------------------------------------------
@@ -278,47 +258,17 @@ def open_rows(cfg: Config) -> tuple[PuzzleRows, PuzzleRows]:
 def check_sizes(cfg: Config, spec: RecursiveSpec, backend: TorchBackend, workers: int) -> int:
     """A lower bound on the bytes that a worker needs. Raises UserError if the model does not fit in this machine's
     memory, or its training in the device's; a dry run, which may plan for another machine, skips the second check."""
-    rows = cfg.global_batch_size // workers
-    check_memory(4 * spec.parameters, f"a model of {spec.parameters:,} weights", weight_options(spec))
-    parts = recursive_memory(spec, rows, cfg.ema, backend.bf16, cfg.gradient_checkpointing)
+    parts = recursive_memory(*sizes_of(cfg, spec, backend, workers))
+    check_memory(4 * spec.parameters, f"a model of {spec.parameters:,} weights", next(iter(parts)))
     if not cfg.dry_run:
-        what = f"training {spec.parameters:,} weights on {rows} rows of {spec.length} tokens per worker"
-        check_fits(backend, parts, what, workers)
+        rows = f"{cfg.global_batch_size // workers} rows of {spec.length} tokens per worker"
+        check_fits(backend, parts, f"training {spec.parameters:,} weights on {rows}", workers)
     return sum(parts.values())
 
 
-def memory(cfg: Config, spec: RecursiveSpec, backend: TorchBackend, workers: int) -> dict[str, Parts]:
-    """A worker's estimated memory on a device with its own: the lower bound, and what each block keeps of its norm in
-    fp32 for the backward pass, the input and the normalised input."""
-    rows = cfg.global_batch_size // workers
-    least = recursive_memory(spec, rows, cfg.ema, backend.bf16, cfg.gradient_checkpointing)
-    names = "weights with gradients, moments and average", "puzzles' embeddings", "carry and activations"
-    blocks = 0 if cfg.gradient_checkpointing else spec.L_layers * (2 if spec.one_step_gradient else spec.L_cycles + 1)
-    norms = {"norms": 8 * rows * blocks * spec.positions * spec.hidden_size}
-    return {"training": dict(zip(names, least.values())) | norms}
-
-
-def describe(
-    backend: TorchBackend, train: PuzzleRows, heldout: PuzzleRows, plan: RecursivePlan, model: RecursiveModel,
-    workers: int,
-) -> None:  # fmt: skip
-    spec, weights = model.spec, sum(p.numel() for p in model.parameters())
-    applied = spec.L_layers * spec.H_cycles * (spec.L_cycles + 1)
-    say(f"{weights:,} weights on {backend}, {spec.L_layers} layers; a segment is {applied} layers deep")
-    say(
-        f"{len(train):,} rows of {train.length} tokens ({train.kind or 'unknown kind'}) to train on, "
-        f"{len(heldout):,} held out, vocabulary {train.vocab}"
-    )
-    if groups := train.groups:
-        count = len(groups.starts) - 1
-        say(f"an epoch takes one puzzle of each of {len(groups.firsts) - 1:,} groups ({count:,} puzzles)")
-    for name, rows in (("training", train), ("held-out", heldout)):
-        if rows.unlabelled:
-            say(f"{rows.unlabelled:,} {name} rows without a label are left out")
-    say(
-        f"{plan.steps} updates of {plan.batch_size} rows on {workers} worker{'s' * (workers > 1)}, learning rate "
-        f"{plan.learning_rate:g}, at most {plan.segments} segments per row"
-    )
+def sizes_of(cfg: Config, spec: RecursiveSpec, backend: TorchBackend, workers: int) -> tuple:
+    """The arguments of `recursive_memory` and `memory_of`."""
+    return spec, cfg.global_batch_size // workers, cfg.ema, backend.bf16, cfg.gradient_checkpointing
 
 
 def open_or_restore(cfg: Config, facts: dict, backend: TorchBackend) -> Run:
@@ -326,23 +276,9 @@ def open_or_restore(cfg: Config, facts: dict, backend: TorchBackend) -> Run:
     if cfg.checkpoint_path and cfg.resume == "off":
         backend.group.on_main(lambda: check_unused(cfg.checkpoint_path))
     elif cfg.checkpoint_path:
-        same = functools.partial(check_same, config=cfg, facts=facts)
+        same = partial(check_same, config=cfg, facts=facts)
         backend.group.on_main(lambda: bring_back(cfg.checkpoint_path, Path(cfg.output_dir), same))
     return open_run(NAME, cfg, facts | backend.facts, backend.group)
-
-
-def place_and_compile(cfg: Config, model: RecursiveModel, backend: TorchBackend) -> RecursiveModel:
-    """The model on its device, with its blocks compiled if possible."""
-    backend.place(model)
-    if backend.is_main:
-        say(f"[Athena] Model moved to device: {backend.device}")
-    if cfg.gradient_checkpointing:
-        model.checkpoint = backend.checkpoint
-    if cfg.compile and (lacking := backend.compiler_lacks()) is None:
-        model.stack = backend.compiled(model.stack)
-    elif cfg.compile and backend.is_main:
-        say(f"[Athena] Not compiled, so slower: this machine lacks {lacking}")
-    return model
 
 
 def finish(run: Run, trainer: Trainer, heldout: PuzzleRows, cost: dict) -> None:
@@ -352,16 +288,14 @@ def finish(run: Run, trainer: Trainer, heldout: PuzzleRows, cost: dict) -> None:
     if backend.is_main:
         model.load_state_dict(best["state"])
     backend.broadcast([*model.parameters(), *model.buffers()])
-    batch, early, segments = first_answers(trainer, heldout)
+    example = trainer.example(heldout)
     if not backend.is_main:
         return
     made = {"spec": dataclasses.asdict(model.spec), "kind": heldout.kind, **best}
     write_atomically(run.path / "best.pt", lambda file: torch.save(made, file))
     picture = run.path / "solved.png"
     if heldout.kind:
-        at = int((early == batch["labels"]).all(1).int().argmax())  # the first solved one, else the first
-        drawn = batch["inputs"][at], batch["labels"][at], early[at], int(segments[at]), picture
-        attempt("drawing a solution", draw_answer, heldout.kind, *drawn)
+        attempt("drawing a solution", draw_answer, heldout.kind, *example, picture)
     figures = best["figures"]
     result = {**figures, "weights": sum(p.numel() for p in model.parameters()), **cost}
     page = attempt("writing the report", write_report, run.path, result)
@@ -379,28 +313,19 @@ def finish(run: Run, trainer: Trainer, heldout: PuzzleRows, cost: dict) -> None:
     )
 
 
-def first_answers(trainer: Trainer, heldout: PuzzleRows) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """The first held-out rows [B, L], the answers when they halt [B, L] and their numbers of segments [B], on the
-    host."""
-    plan, backend = trainer.plan, trainer.backend
-    rows = torch.arange(plan.share(backend.world_size)).clamp(max=len(heldout) - 1)
-    batch = heldout.batch(rows.numpy())  # the usual batch size, so that nothing is recompiled
-    found, _ = answer(trainer.shown, backend.to_device(batch), plan.segments, backend)
-    return batch, *backend.to_host([found.early, found.segments])
-
-
 def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
     """Record the graphs of every phase, for compile_for_tpu.py, and estimate their memory. Only shapes matter: all
     rows are the same one."""
     row = planned_rows(cfg.data_path, cfg.puzzle)
     plan = plan_of(cfg, 1000)  # the number of updates is in no graph
     session = Rehearsal(backend, plan.batch_size * row.length)
-    trainer = Trainer(place_and_compile(cfg, RecursiveModel(spec_of(cfg, row)), backend), plan, backend)
+    model = placed(RecursiveModel(spec_of(cfg, row)), backend, cfg.gradient_checkpointing, cfg.compile)
+    trainer = Trainer(model, plan, backend)
     heldout = row.take(np.zeros(2 * plan.batch_size, int))  # two batches, since only the first sets the sums to zero
-    train_segments(trainer, row, session, Evaluation(trainer, heldout))
+    train_segments(trainer, row, session, partial(trainer.evaluate, heldout))
     with backend.phase("answers"):
-        first_answers(trainer, heldout)
-    return memory(cfg, trainer.model.spec, backend, backend.world_size)
+        trainer.example(heldout)
+    return memory_of(*sizes_of(cfg, trainer.model.spec, backend, backend.world_size))
 
 
 if __name__ == "__main__":

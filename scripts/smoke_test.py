@@ -39,6 +39,7 @@ from pathlib import Path
 
 import torch
 
+from qat_lora.ahead.rehearsal import Updates
 from qat_lora.backend import TorchBackend, resolve
 from qat_lora.backend.opening import launch
 from qat_lora.backend.workers import parallel_num_chips
@@ -50,6 +51,7 @@ from qat_lora.experiments.athena.rows import PuzzleRows, draw, load, save, split
 from qat_lora.experiments.athena.training import RecursivePlan, Trainer, announce, segment_batches
 from qat_lora.run.checkpoint import load_checkpoint, save_checkpoint
 from qat_lora.run.console import say
+from qat_lora.run.scripts import load_script
 
 BATCH, PUZZLES, WIDTH = 32, 160, 32
 NAMES = {"cpu": "CPU", "cuda": "CUDA", "xla": "XLA"}
@@ -139,11 +141,8 @@ def check_training(backend: TorchBackend, cfg: Config, train: PuzzleRows, heldou
     backend.seed(cfg.seed)
     model = backend.place(RecursiveModel(spec))
     trainer = Trainer(model, plan, backend)
-    before, losses = backend.to_host(model.head).clone(), []
-    stream = segment_batches(train, plan, 0, backend.rank, backend.world_size)
-    for number, batch in enumerate(stream, 1):
-        figures = trainer.step(backend.to_device(batch), number)
-        losses.append(sum(backend.group.gather(backend.fetch(figures["loss"].value)[0])))
+    before = backend.to_host(model.head).clone()
+    losses = losses_of(trainer, train, Updates(backend))
     need(len(losses) == steps, f"only {len(losses)} of {steps} updates were made")
     need(all(map(math.isfinite, losses)), f"the losses are {losses}")
     need(not torch.equal(before, backend.to_host(model.head)), "the weights have not changed")
@@ -157,6 +156,13 @@ def check_training(backend: TorchBackend, cfg: Config, train: PuzzleRows, heldou
             f"{found['heldout_cells']:.1%} of the held-out cells right"
         )
     return trainer
+
+
+def losses_of(trainer: Trainer, train: PuzzleRows, session: Updates) -> list[float]:
+    """The losses of a session's updates, made by pretrain.py's own loop."""
+    load_script("pretrain").train_segments(trainer, train, session, None)
+    shares = session.backend.group.gather(session.backend.fetch(*[each["loss"].value for each in session.figures]))
+    return [sum(each) for each in zip(*shares)]
 
 
 def check_sync(backend: TorchBackend, trainer: Trainer, train: PuzzleRows) -> None:
@@ -183,8 +189,7 @@ def check_sync(backend: TorchBackend, trainer: Trainer, train: PuzzleRows) -> No
 
 def check_checkpoint(backend: TorchBackend, trainer: Trainer, train: PuzzleRows) -> None:
     """Training that resumes from a checkpoint continues like uninterrupted training."""
-    plan = replace(trainer.plan, steps=trainer.plan.steps + 1)
-    batch = backend.to_device(next(segment_batches(train, plan, plan.steps - 1, backend.rank, backend.world_size)))
+    trainer.plan = plan = replace(trainer.plan, steps=trainer.plan.steps + 1)
     with tempfile.TemporaryDirectory() as own:
         folder = Path(backend.group.gather(own)[0])  # worker 0's
         tensors, rest = (copy.deepcopy(backend.to_host(part)) for part in trainer.state())
@@ -195,7 +200,7 @@ def check_checkpoint(backend: TorchBackend, trainer: Trainer, train: PuzzleRows)
         backend.group.gather(None)  # wait until everyone has read it
     again = Trainer(backend.place(RecursiveModel(trainer.model.spec)), plan, backend)
     again.load(tensors, rest)
-    ended = [backend.fetch(each.step(batch, plan.steps)["loss"].value)[0] for each in (trainer, again)]
+    ended = [losses_of(each, train, Updates(backend, plan.steps))[0] for each in (trainer, again)]
     need(abs(ended[0] - ended[1]) < 1e-4, f"the next loss is {ended[1]} after loading, {ended[0]} without")
 
 

@@ -47,7 +47,7 @@ def train_grpo(model, reference, prompts, judge, plan, session, evaluate=lambda 
     script("train_musclebob_improved").reinforce(model, reference, prompts, judge, plan, session, evaluate)
 
 
-def train_recursive(trainer, rows, session, evaluate) -> None:
+def train_recursive(trainer, rows, session, evaluate=None) -> None:
     script("pretrain").train_segments(trainer, rows, session, evaluate)
 
 

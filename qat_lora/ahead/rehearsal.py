@@ -1,8 +1,9 @@
-"""Stands in for a run's session and data while its graphs are recorded, watched or tried: only shapes matter."""
+"""Stand-ins for a run's session and data, so that a script's own loop trains without a run: to record, watch or try its
+graphs, where only shapes matter, and in checks and benchmarks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from qat_lora.ahead.recording import RecordingBackend
     from qat_lora.ahead.trial import Trial
     from qat_lora.ahead.watching import WatchingBackend
+    from qat_lora.backend.eager import TorchBackend
 
 
 class Rehearsal:
@@ -37,6 +39,26 @@ class Rehearsal:
     def record(self, **metrics) -> None:
         """A line of the log is fetched between steps, and adds nothing to a graph."""
         self.backend.noted(metrics)
+
+
+class Updates:
+    """Stands in for a run's Session: updates `first` to `last` of a stage (by default all), without evaluations and
+    files. figures: what each update recorded; after(number): called after each update."""
+
+    def __init__(
+        self, backend: TorchBackend, first: int = 1, last: int | None = None,
+        after: Callable[[int], object] = lambda number: None,
+    ):  # fmt: skip
+        self.backend, self.first, self.last, self.after = backend, first, last, after
+        self.figures: list[dict] = []
+
+    def steps(self, stage: str, total: int, state, load, evaluate=None) -> Iterator[int]:
+        for step in range(self.first, (self.last or total) + 1):
+            yield step
+            self.after(step)
+
+    def record(self, **metrics) -> None:
+        self.figures.append(metrics)
 
 
 def repeated(backend: RecordingBackend | Trial | WatchingBackend, name: str, tokens: int) -> Iterator[None]:

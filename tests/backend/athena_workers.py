@@ -7,11 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from loops import train_recursive
 
+from qat_lora.ahead.rehearsal import Updates
 from qat_lora.experiments.athena.evaluation import measure
 from qat_lora.experiments.athena.model import RecursiveModel, RecursiveSpec
 from qat_lora.experiments.athena.rows import draw, split
-from qat_lora.experiments.athena.training import RecursivePlan, Trainer, segment_batches
+from qat_lora.experiments.athena.training import RecursivePlan, Trainer
 
 STEPS, IDENTIFIERS = 6, 3
 ONE_AT_A_TIME = threading.Lock()  # the workers are threads of one process and share its generator
@@ -33,11 +35,15 @@ def train(backend, out: Path) -> None:
             model.halt_weight.normal_(std=3)
             model.halt_bias.zero_()
     trainer = Trainer(backend.place(model), plan, backend)
-    lines, stream = [], segment_batches(train, plan, 0, backend.rank, backend.world_size)
-    for number, batch in enumerate(stream, 1):
-        figures = trainer.step(backend.to_device(batch), number)
+    lines, session = [], Updates(backend)
+
+    def after(number: int) -> None:
+        figures = session.figures[-1]
         fetched = backend.fetch(figures["loss"].value, figures["grad_norm"])
         lines.append({"loss": sum(backend.group.gather(fetched[0])), "grad_norm": fetched[1]} | backend.counters())
+
+    session.after = after
+    train_recursive(trainer, train, session)
     found = measure(trainer.shown, heldout, plan.segments, 8, backend)
     tensors, rest = trainer.state()
     kept = backend.to_host({**tensors, "identity": rest["identity"], "average": rest["average"]["head"]})

@@ -34,11 +34,11 @@ def training(name: str, exact: bool = False, checkpointing: bool = False, **shap
         if checkpointing:
             model.checkpoint = backend.checkpoint
         trainer = Trainer(model, plan, backend)
-        segment, update, before = trainer.segment, backend.update, []
+        refill, update, before = trainer.refill, backend.update, []
 
         def begun(batch):
             before.append(graphs())
-            return segment(batch)
+            return refill(batch)
 
         def ended(*args):
             norm = update(*args)
@@ -47,7 +47,7 @@ def training(name: str, exact: bool = False, checkpointing: bool = False, **shap
             halts[backend.kind].append(trainer.carry.halted.tolist())
             return norm
 
-        trainer.segment, backend.update = begun, ended
+        trainer.refill, backend.update = begun, ended
         train_recursive(trainer, train_rows, session, lambda _: measure(trainer.shown, heldout, 3, 8, backend))
         del backend.update  # restores the method of the class
 

@@ -21,10 +21,14 @@ from qat_lora.train.memory import memory_line
 PEAK = """
 import torch._dynamo  # otherwise the first optimiser imports it, and the peak includes it
 import os, sys, torch
+from qat_lora.ahead.rehearsal import Updates
 from qat_lora.backend import TorchBackend
 from qat_lora.experiments.athena.rows import draw
 from qat_lora.experiments.athena.model import RecursiveModel, RecursiveSpec
-from qat_lora.experiments.athena.training import RecursivePlan, Trainer, segment_batches
+from qat_lora.experiments.athena.training import RecursivePlan, Trainer
+from qat_lora.run.scripts import load_script
+
+train_segments = load_script("pretrain").train_segments
 
 def train(width, size, precision, steps):
     rows = draw("maze9", 40, 0)
@@ -34,9 +38,7 @@ def train(width, size, precision, steps):
     )
     backend = TorchBackend("cpu", precision)
     before = backend.peak_memory_mb()
-    trainer = Trainer(RecursiveModel(spec), plan, backend)
-    for number, batch in enumerate(segment_batches(rows, plan, 0), 1):
-        trainer.step(batch, number)
+    train_segments(Trainer(RecursiveModel(spec), plan, backend), rows, Updates(backend), None)
     print(int((backend.peak_memory_mb() - before) * 2**20), flush=True)
 
 for case in sys.argv[1:]:

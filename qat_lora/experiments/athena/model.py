@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from qat_lora.backend.devices import compute_dtype, has_attention_kernel, numbers_on, without_autocast
 from qat_lora.errors import UserError
 from qat_lora.models.rotary import rotation, turned
-from qat_lora.train.memory import ADAM
+from qat_lora.train.memory import ADAM, Parts
 
 IGNORE = -100  # label of a position without a loss
 EPS = 1e-5
@@ -323,15 +323,9 @@ def sign_update(table: Tensor, sums: Tensor, counts: Tensor, lr: float, weight_d
     table.copy_(torch.where(counts[:, None] > 0, moved, table))
 
 
-def weight_options(spec: RecursiveSpec) -> str:
-    """The options that reduce the number of weights, for messages."""
-    wide = spec.mlp_t and spec.positions > spec.hidden_size  # then most weights mix positions
-    return ("arch.mlp_t to false, or " if wide else "") + "arch.hidden_size, arch.L_layers or arch.expansion"
-
-
 def recursive_memory(spec: RecursiveSpec, rows: int, ema: bool, bf16: bool, checkpointing: bool) -> dict[str, int]:
     """Lower bound on the bytes that a worker needs to train a recursive model on `rows` rows per update, keyed by the
-    options to lower.
+    options to lower; the first are those that reduce the number of weights.
 
     Counts the weights with their gradients, moments and moving average; the puzzles' embeddings and the sums of their
     gradients; and for each row the carry, tokens, labels, logits, and the activations that no compiler recomputes in
@@ -343,8 +337,20 @@ def recursive_memory(spec: RecursiveSpec, rows: int, ema: bool, bf16: bool, chec
     block = mixed + 2 * positions * (width + spec.inner(width))
     kept = positions * width if checkpointing else spec.L_layers * block
     row = 2 * 4 * positions * width + updates * kept * cast + spec.length * (2 * 8 + 4 * spec.vocab)
+    wide = spec.mlp_t and spec.positions > spec.hidden_size  # then most weights mix positions
+    weights = ("arch.mlp_t to false, or " if wide else "") + "arch.hidden_size, arch.L_layers or arch.expansion"
     return {
-        weight_options(spec): (ADAM + 4 * ema) * spec.parameters,
+        weights: (ADAM + 4 * ema) * spec.parameters,
         "arch.hidden_size, or take data with fewer puzzle identifiers": 2 * 4 * spec.identifiers * width,
         "global_batch_size, arch.hidden_size or arch.L_cycles": rows * row,
     }
+
+
+def memory_of(spec: RecursiveSpec, rows: int, ema: bool, bf16: bool, checkpointing: bool) -> dict[str, Parts]:
+    """A worker's estimated memory on a device with its own: the lower bound, and what each block keeps of its norm in
+    fp32 for the backward pass, the input and the normalised input."""
+    least = recursive_memory(spec, rows, ema, bf16, checkpointing).values()
+    names = "weights with gradients, moments and average", "puzzles' embeddings", "carry and activations"
+    blocks = 0 if checkpointing else spec.L_layers * (2 if spec.one_step_gradient else spec.L_cycles + 1)
+    norms = {"norms": 8 * rows * blocks * spec.positions * spec.hidden_size}
+    return {"training": dict(zip(names, least)) | norms}

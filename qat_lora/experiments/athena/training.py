@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from qat_lora.backend import TorchBackend
 from qat_lora.errors import UserError
+from qat_lora.experiments.athena.evaluation import answer, kept, measure
 from qat_lora.experiments.athena.model import (
     IGNORE,
     Carry,
@@ -18,18 +18,15 @@ from qat_lora.experiments.athena.model import (
     fresh,
     halting,
     refill,
-    segment_loss,
     sign_sums,
     sign_update,
 )
 from qat_lora.experiments.athena.rows import PuzzleRows
 from qat_lora.run.console import say
-from qat_lora.run.metrics import Metric, Ratio, Share, Total, Value
+from qat_lora.run.metrics import Ratio
 from qat_lora.run.session import Session
-from qat_lora.train.loop import Plan, Stage, restore, set_learning_rates, update_ema
+from qat_lora.train.loop import Plan, Stage, StageState, update_ema
 from qat_lora.train.optimizer import new_optimizer
-
-STAGE = "pretrain"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +62,20 @@ def announce(backend: TorchBackend) -> None:
         say(f"[Athena] {line}")
 
 
+def placed(model: RecursiveModel, backend: TorchBackend, checkpointing: bool, compiling: bool) -> RecursiveModel:
+    """The model on its device; with `compiling`, its blocks are compiled if the machine has a compiler."""
+    backend.place(model)
+    if backend.is_main:
+        say(f"[Athena] Model moved to device: {backend.device}")
+    if checkpointing:
+        model.checkpoint = backend.checkpoint
+    if compiling and (lacking := backend.compiler_lacks()) is None:
+        model.stack = backend.compiled(model.stack)
+    elif compiling and backend.is_main:
+        say(f"[Athena] Not compiled, so slower: this machine lacks {lacking}")
+    return model
+
+
 def segment_batches(
     rows: PuzzleRows, plan: RecursivePlan, start: int, rank: int = 0, world_size: int = 1
 ) -> Iterator[dict]:
@@ -83,47 +94,46 @@ def segment_batches(
         yield {name: values[rank * share : (rank + 1) * share] for name, values in batch.items()}
 
 
-class Trainer:
-    """A placed model in training, with the moving average of its weights and the carry of this worker's rows.
+class Trainer(StageState):
+    """A placed model in training, with the moving average of its weights (`shown`; the model itself without one) and
+    the carry of this worker's rows.
 
-    Every shape is fixed, and on XLA a whole update is one graph: refill, segment, loss, gradients, their reduction and
-    clipping, AdamW, SignSGD, moving average, halting.
+    Every shape is fixed, and on XLA a whole update is one graph: refill, segment, loss, gradients, halting, their
+    reduction and clipping, AdamW, SignSGD, moving average.
     """
 
     def __init__(self, model: RecursiveModel, plan: RecursivePlan, backend: TorchBackend):
-        self.model, self.plan, self.backend = model, plan, backend
         rate = {"lr": plan.learning_rate, "betas": plan.betas, "weight_decay": plan.weight_decay}
-        self.optimizer = new_optimizer([{"params": list(model.parameters()), **rate}], backend)
+        optimizer = new_optimizer([{"params": list(model.parameters()), **rate}], backend)
         self.shown = copy.deepcopy(model) if plan.ema else model
         self.shown.identity = model.identity  # shared, since SignSGD updates only a batch's puzzles
-        self.carry = fresh(model, plan.share(backend.world_size))
-        self.best: dict = {}  # set by an evaluation: plain values and host tensors
+        super().__init__(model, optimizer, self.shown if plan.ema else None)
+        self.plan, self.backend, self.carry = plan, backend, fresh(model, plan.share(backend.world_size))
         backend.step_boundary()
 
-    def segment(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Metric | Ratio]]:
-        """Run one segment of the rows in the carry, after replacing the halted ones by rows of `segment_batches`.
-        Returns this worker's share of the loss, and the metrics of the update. A row without labels, which `load`
-        leaves out, has no loss and does not count as halted."""
-        model, plan, backend = self.model, self.plan, self.backend
-        carry = refill(self.carry, batch, model)
-        self.picked = model.identity.index_select(0, carry.identifiers).requires_grad_()
-        with backend.autocast():
-            z_H, z_L, logits, halt = model(carry.z_H, carry.z_L, carry.inputs, self.picked)
-        loss, right = segment_loss(logits, halt, carry.labels)
-        loss = loss.sum() / plan.batch_size
-        segments = carry.segments + 1
-        halted = halting(halt.detach(), segments, carry.budgets, plan.segments, batch["least"])
+    # -- an update ---------------------------------------------------------------------------------------------------
+    def refill(self, batch: dict[str, Tensor]) -> tuple[Carry, Tensor]:
+        """The carry, with its halted rows replaced by rows of `segment_batches`, and the embeddings [B, D] of its rows'
+        puzzles, which need a gradient."""
+        self.carry = refill(self.carry, batch, self.model)
+        self.picked = self.model.identity.index_select(0, self.carry.identifiers).requires_grad_()
+        return self.carry, self.picked
+
+    def advance(self, z_H: Tensor, z_L: Tensor, halt: Tensor, right: Tensor, least: Tensor) -> dict[str, Ratio]:
+        """Carry the states on to the next segment, and decide which rows halt; the arguments are those of the segment
+        just run. Returns the metrics of the rows that halted; a row without labels, which `load` leaves out, does not
+        count as halted."""
+        carry, segments = self.carry, self.carry.segments + 1
+        halted = halting(halt.detach(), segments, carry.budgets, self.plan.segments, least)
         self.carry = replace(carry, z_H=z_H, z_L=z_L, segments=segments, halted=halted)
         ended = halted & (carry.labels != IGNORE).any(1)
-        return loss, {
-            "loss": Share(loss.detach()),
+        return {
             "exact": Ratio((right & ended).sum(), ended.sum()),
             "segments": Ratio((segments * ended).sum(), ended.sum()),
-            "tokens": Total(batch["inputs"].numel()),
         }
 
     def summed(self) -> tuple[Tensor, Tensor]:
-        """After `segment` and its backward pass, what SignSGD needs from all workers, see `sign_sums`."""
+        """After a backward pass, what SignSGD needs from all workers, see `sign_sums`."""
         self.sums = sign_sums(self.carry.identifiers, self.picked.grad.float(), len(self.model.identity))
         return self.sums
 
@@ -136,49 +146,53 @@ class Trainer:
         if plan.ema:
             update_ema(self.shown, model, plan.ema)
 
-    def step(self, batch: dict[str, Tensor], number: int) -> dict[str, Metric | Ratio | Value]:
-        """Do update `number` (1-based) outside a run, for checks and benchmarks; returns its metrics."""
-        factor = self.plan.factor(number)
-        set_learning_rates(self.optimizer, factor)
-        loss, metrics = self.segment(batch)
-        self.backend.backward(loss)
-        within = partial(self.in_step, factor)
-        clip, also = self.plan.clip_grad_norm, self.summed()
-        return metrics | {"grad_norm": self.backend.update(self.optimizer, clip, within, also)}
+    # -- measuring ---------------------------------------------------------------------------------------------------
+    def evaluate(self, heldout: PuzzleRows, step: int) -> dict[str, float]:
+        """Held-out figures of the moving average, see `measure`. Keeps the state with the most rows right in `best`;
+        ties go to the lowest loss."""
+
+        def merit(figures: dict[str, float]) -> tuple[float, float]:
+            return figures["heldout_exact_full"], -figures["heldout_loss"]
+
+        plan, backend, best = self.plan, self.backend, self.best
+        figures = measure(self.shown, heldout, plan.segments, plan.batch_size, backend)
+        # the best state is not comparable if it was measured before a resume with a different --eval-rows
+        same = best and best["figures"].get("heldout_rows", len(heldout)) == len(heldout)
+        if backend.is_main and not (same and merit(figures) <= merit(best["figures"])):
+            best.update(figures={"step": step, **figures}, state=kept(self.shown, backend))
+        return figures
+
+    def example(self, heldout: PuzzleRows) -> tuple[Tensor, Tensor, Tensor, int]:
+        """Input, label and answer [L] of the first row that is solved in a batch of held-out rows, else of the first
+        row, and after how many segments it halted; on the host."""
+        rows = torch.arange(self.plan.share(self.backend.world_size)).clamp(max=len(heldout) - 1)
+        batch = heldout.batch(rows.numpy())  # the usual batch size, so that nothing is recompiled
+        found, _ = answer(self.shown, self.backend.to_device(batch), self.plan.segments, self.backend)
+        early, segments = self.backend.to_host([found.early, found.segments])
+        at = int((early == batch["labels"]).all(1).int().argmax())
+        return batch["inputs"][at], batch["labels"][at], early[at], int(segments[at])
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
     def state(self) -> tuple[dict, dict]:
-        """The parameters, and the rest: optimiser, moving average, puzzles' embeddings, and the carries of all workers,
-        so that a run can be resumed with a different number of workers."""
+        """Those of a stage, with the puzzles' embeddings and the carries of all workers, so that a run can be resumed
+        with a different number of workers."""
         carries = self.backend.group.gather(self.backend.to_host(vars(self.carry)))
-        return dict(self.model.named_parameters()), {
-            "optimizer": self.optimizer.state_dict(),
-            "average": dict(self.shown.named_parameters()) if self.plan.ema else {},
-            "identity": self.model.identity,
-            "carry": {name: torch.cat([each[name] for each in carries]) for name in carries[0]},
-            "best": self.best,
-        }
+        carry = {name: torch.cat([each[name] for each in carries]) for name in carries[0]}
+        parameters, rest = super().state()
+        return parameters, rest | {"identity": self.model.identity, "carry": carry}
 
     def load(self, tensors: dict, trainer: dict) -> None:
-        restore(self.model, tensors)
-        self.optimizer.load_state_dict(trainer["optimizer"])
-        if self.plan.ema:
-            restore(self.shown, trainer["average"])
+        super().load(tensors, trainer)
         with torch.no_grad():
             self.model.identity.copy_(trainer["identity"])
-        if (rows := len(trainer["carry"]["halted"])) != self.plan.batch_size:
-            raise UserError(
-                f"the checkpoint is from a run with global_batch_size {rows}, not {self.plan.batch_size}; use {rows}"
-            )
         share = self.plan.share(self.backend.world_size)
         mine = slice(self.backend.rank * share, (self.backend.rank + 1) * share)
-        self.carry = Carry(**self.backend.to_device({name: kept[mine] for name, kept in trainer["carry"].items()}))
-        self.best.update(trainer.get("best", {}))
+        self.carry = Carry(**self.backend.to_device({name: rows[mine] for name, rows in trainer["carry"].items()}))
         self.backend.step_boundary()
 
 
 def athena_stage(
-    trainer: Trainer, train: PuzzleRows, session: Session, evaluate: Callable[[int], dict[str, float]]
+    trainer: Trainer, train: PuzzleRows, session: Session, evaluate: Callable[[int], dict[str, float]] | None
 ) -> Stage:
     """The stage that runs all updates of a trainer's plan."""
     plan, backend = trainer.plan, trainer.backend
@@ -187,5 +201,29 @@ def athena_stage(
         return backend.prefetch(segment_batches(train, plan, first, backend.rank, backend.world_size))
 
     return Stage(
-        STAGE, session, plan, trainer.optimizer, stream, trainer, evaluate, trainer.in_step, summed=trainer.summed
+        "pretrain", session, plan, trainer.optimizer, stream, trainer, evaluate, trainer.in_step, summed=trainer.summed
+    )
+
+
+def describe(
+    backend: TorchBackend, train: PuzzleRows, heldout: PuzzleRows, plan: RecursivePlan, model: RecursiveModel,
+    workers: int,
+) -> None:  # fmt: skip
+    """Print what a run will train, on what, and for how long."""
+    spec, weights = model.spec, sum(p.numel() for p in model.parameters())
+    applied = spec.L_layers * spec.H_cycles * (spec.L_cycles + 1)
+    say(f"{weights:,} weights on {backend}, {spec.L_layers} layers; a segment is {applied} layers deep")
+    say(
+        f"{len(train):,} rows of {train.length} tokens ({train.kind or 'unknown kind'}) to train on, "
+        f"{len(heldout):,} held out, vocabulary {train.vocab}"
+    )
+    if groups := train.groups:
+        count = len(groups.starts) - 1
+        say(f"an epoch takes one puzzle of each of {len(groups.firsts) - 1:,} groups ({count:,} puzzles)")
+    for name, rows in (("training", train), ("held-out", heldout)):
+        if rows.unlabelled:
+            say(f"{rows.unlabelled:,} {name} rows without a label are left out")
+    say(
+        f"{plan.steps} updates of {plan.batch_size} rows on {workers} worker{'s' * (workers > 1)}, learning rate "
+        f"{plan.learning_rate:g}, at most {plan.segments} segments per row"
     )

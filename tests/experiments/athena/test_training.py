@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from loops import script
+from loops import script, train_recursive
 from torch import nn
 
+from qat_lora.ahead.rehearsal import Updates
 from qat_lora.backend import TorchBackend
 from qat_lora.errors import UserError
 from qat_lora.experiments.athena.evaluation import answer, kept, measure
@@ -39,16 +40,10 @@ def model_of(rows, **changes) -> RecursiveModel:
     return model
 
 
-def numbered(rows, plan: RecursivePlan, first: int, last: int):
-    """The batches of updates `first` to `last`, each with its number."""
-    return zip(range(first, last + 1), segment_batches(rows, plan, first - 1))
-
-
 def train(trainer: Trainer, rows, first: int, last: int) -> list[dict]:
-    return [
-        {name: float(part.value) for name, part in parts_of(trainer.step(batch, number)).items()}
-        for number, batch in numbered(rows, trainer.plan, first, last)
-    ]
+    session = Updates(CPU, first, last)
+    train_recursive(trainer, rows, session)
+    return [{name: float(part.value) for name, part in parts_of(figures).items()} for figures in session.figures]
 
 
 def budgets_only(model: RecursiveModel) -> RecursiveModel:
@@ -113,10 +108,10 @@ def test_rows_stay_until_they_reach_their_own_budget(rows):
     texts = [{"prompt": f"{n}?", "response": str(n), "iterations": n % 3 + 1} for n in range(8)]
     data, _ = corpus(texts, "t", 6, False, 0)
     trainer, since = Trainer(budgets_only(model_of(data)), replace(PLAN, learning_rate=1e-6), CPU), {}
-    for number, batch in numbered(data, trainer.plan, 1, 12):
-        before = trainer.carry
-        trainer.step(batch, number)
-        carry = trainer.carry
+    carries, batches = [trainer.carry], segment_batches(data, trainer.plan, 0)
+
+    def check(number: int) -> None:
+        before, carry, batch = carries[-1], trainer.carry, next(batches)
         for row in range(8):
             came = batch if before.halted[row] else vars(before)
             assert torch.equal(carry.inputs[row], came["inputs"][row])
@@ -124,7 +119,10 @@ def test_rows_stay_until_they_reach_their_own_budget(rows):
             since[row] = 1 if before.halted[row] else since[row] + 1
             assert carry.segments[row] == since[row]
             assert bool(carry.halted[row]) == (since[row] == carry.budgets[row])
-    assert set(carry.budgets.tolist()) == {1, 2, 3}
+        carries.append(carry)
+
+    train_recursive(trainer, data, Updates(CPU, last=12, after=check))
+    assert len(carries) == 13 and set(trainer.carry.budgets.tolist()) == {1, 2, 3}
 
 
 def test_an_update_changes_all_weights(rows):
@@ -140,8 +138,8 @@ def test_the_moving_average_follows_its_formula(rows):
     model = model_of(rows[0])
     trainer = Trainer(model, replace(PLAN, ema=0.75), CPU)
     wanted = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for number, batch in numbered(rows[0], trainer.plan, 1, 4):
-        trainer.step(batch, number)
+    for number in range(1, 5):
+        train(trainer, rows[0], number, number)
         wanted = {name: 0.75 * wanted[name] + 0.25 * p.detach() for name, p in model.named_parameters()}
     torch.testing.assert_close({name: p.detach() for name, p in trainer.shown.named_parameters()}, wanted)
 
@@ -163,14 +161,19 @@ def test_metrics_count_only_halted_rows_with_labels(rows):
     labels = np.where(np.arange(len(rows[0]))[:, None] % 2, IGNORE, rows[0].labels)
     data, counts = replace(rows[0], labels=labels, kind=None), []
     trainer = Trainer(model_of(data), replace(PLAN, exploration=1.0), CPU)
-    for number, batch in numbered(data, trainer.plan, 1, 6):
-        found, carry = trainer.step(batch, number), trainer.carry
+    session = Updates(CPU, last=6)
+
+    def check(number: int) -> None:
+        found, carry = session.figures[-1], trainer.carry
         ended = (carry.halted & (carry.labels != IGNORE).any(1)).nonzero()[:, 0]
         counts.append(len(ended))
         assert carry.halted.sum() >= len(ended)
         assert found["segments"] == Ratio(carry.segments[ended].sum(), len(ended))
         assert found["exact"] == Ratio(0, len(ended))
         assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * PLAN.factor(number))
+
+    session.after = check
+    train_recursive(trainer, data, session)
     assert 0 in counts and max(counts) > 1
 
 
