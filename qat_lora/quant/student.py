@@ -221,25 +221,20 @@ def read_student(path: str | Path, model: str | None = None) -> dict:
     try:
         here = model_fingerprint(name)
     except UserError as error:
-        if model is not None:
-            raise UserError(
-                f"checkpoint {path} was made from model {made!r}, and --model {name!r} cannot be read ({error}); set "
-                "--model to where it is now"
-            ) from error
+        which = "which" if model is None else f"and --model {model!r}"
         raise UserError(
-            f"checkpoint {path} was made from model {made!r}, which cannot be read ({error}); set --model to where it "
-            "is now"
+            f"checkpoint {path} was made from model {made!r}, {which} cannot be read ({error}); set --model to where "
+            "it is now"
         ) from error
     content["model"] = name
     there = content["fingerprint"]
     if there != here:
-        marks = f"fingerprint {short(there)} in the file, {short(here)} there"
-        if absolute_name(name) == absolute_name(made):
-            raise UserError(
-                f"checkpoint {path} does not fit model {name!r}, which has changed since ({marks}); set --model to the "
-                "one that it was made from"
-            )
-        raise UserError(f"checkpoint {path} was made from model {made!r}, not {name!r} ({marks}); change --model")
+        is_same = absolute_name(name) == absolute_name(made)
+        other = "which has changed since" if is_same else f"not {name!r}"
+        raise UserError(
+            f"checkpoint {path} was made from model {made!r}, {other} (fingerprint {short(there)} in the file, "
+            f"{short(here)} there); set --model to the one that it was made from"
+        )
     return content
 
 
@@ -278,9 +273,8 @@ def load_student(path: str | Path, model: str | None = None, base: nn.Module | N
     return student, {key: value for key, value in content.items() if key != "tensors"}
 
 
-def _check_shapes(student: nn.Module, content: dict, path: str | Path) -> dict[str, nn.Parameter]:
-    """The parameters that a file stores directly (all but latent weights); raises UserError unless names and shapes
-    match the file's."""
+def _fill(student: nn.Module, content: dict, path: str | Path) -> None:
+    """Put the tensors of a file into a student and freeze it; raises UserError unless their names and shapes match."""
     tensors, layers = content["tensors"], quantized_layers(student)
     latent = {id(layer.weight) for layer in layers.values()}
     wanted = {n: p for n, p in student.named_parameters() if id(p) not in latent}
@@ -294,12 +288,7 @@ def _check_shapes(student: nn.Module, content: dict, path: str | Path) -> dict[s
                 f"checkpoint {path} does not fit model {content['model']!r}: {name} is {there} in the file, "
                 f"{shapes.get(name)} in the model; set --model to the one that it was made from"
             )
-    return wanted
-
-
-def _fill(student: nn.Module, content: dict, path: str | Path) -> None:
-    tensors, layers = content["tensors"], quantized_layers(student)
-    for name, parameter in _check_shapes(student, content, path).items():
+    for name, parameter in wanted.items():
         parameter.detach().copy_(tensors[name])
     for name, layer in layers.items():
         codes = unpack_codes(tensors[f"{name}.codes"], layer.quantizer.spec.bits, layer.quantizer.shape)
