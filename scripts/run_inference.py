@@ -46,7 +46,6 @@ class Config(ChatOptions, ScriptConfig):
 if __name__ == "__main__":
     check_command_line(Config, "run_inference", __doc__)  # before the imports that take seconds
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
@@ -58,11 +57,11 @@ from qat_lora.data.chat import check_template
 from qat_lora.data.text import nfc
 from qat_lora.errors import UserError
 from qat_lora.lora.adapter import load_adapter
-from qat_lora.models.generate import check_device, check_room, check_temperature, complete
+from qat_lora.models.generate import check_device, check_temperature, complete, encode_prompt
 from qat_lora.models.loading import load_model
 from qat_lora.models.packaged import EMBEDDED, notes
 from qat_lora.quant.student import load_student
-from qat_lora.run.console import say
+from qat_lora.run.console import say, typed_lines
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,8 @@ def main(cfg: Config) -> None:
     tokenizer = cfg.tokenizer(name)
     if not cfg.raw:
         check_template(tokenizer)
-    check_room(speakers[0].model, tokenizer, asked(cfg, "?"), cfg.max_new_tokens, thinking)
+    # the shortest prompt must fit
+    encode_prompt(speakers[0].model, tokenizer, asked(cfg, "?"), cfg.max_new_tokens, thinking)
     for speaker in speakers:
         backend.place(speaker.model)
     rule = f"temperature {cfg.temperature}, top-p {cfg.top_p}" if cfg.temperature else "greedy"
@@ -135,9 +135,7 @@ def load(cfg: Config) -> tuple[list[Speaker], str]:
 
 def prompts(cfg: Config) -> Iterator[str | list[dict]]:
     """--prompt, or each line of standard input that is not blank, as `asked` returns it."""
-    if cfg.prompt is None and sys.stdin.isatty():
-        say("type one prompt per line; end with Ctrl-D")
-    texts = (line.strip() for line in sys.stdin if line.strip()) if cfg.prompt is None else [cfg.prompt]
+    texts = filter(None, typed_lines("prompt")) if cfg.prompt is None else [cfg.prompt]
     for text in map(nfc, texts):
         yield asked(cfg, text)
 

@@ -50,10 +50,8 @@ if __name__ == "__main__":
 
 import os
 import socket
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from io import TextIOWrapper
 from pathlib import Path
 
 from qat_lora.backend import open_backend
@@ -66,12 +64,12 @@ from qat_lora.experiments.legal.page import CUT_OFF, STYLE, checked_question, pa
 from qat_lora.experiments.legal.rules import AUTHORITIES
 from qat_lora.experiments.legal.sections import Answer
 from qat_lora.lora.adapter import load_trained
-from qat_lora.models.generate import Stream, check_device, check_room, check_temperature
+from qat_lora.models.generate import Stream, check_device, check_temperature, encode_prompt
 from qat_lora.models.loading import load_config
 from qat_lora.models.packaged import PACKAGED
 from qat_lora.models.source import SPEECH
 from qat_lora.run.checksums import check_files
-from qat_lora.run.console import say
+from qat_lora.run.console import say, typed_lines
 from qat_lora.run.files import read_json
 from qat_lora.run.resuming import read_config
 
@@ -86,7 +84,7 @@ def main(cfg: Config) -> None:
     # The run's own tokenizer has the chat template that the model was trained with.
     tokenizer = cfg.tokenizer(str(Path(cfg.run) / "model") if cfg.run else name)
     check_template(tokenizer)
-    check_room(model, tokenizer, messages("?"), cfg.max_new_tokens, thinks)
+    encode_prompt(model, tokenizer, messages("?"), cfg.max_new_tokens, thinks)  # the shortest prompt must fit
     about = f"{name}{f' + {cfg.adapter}' if cfg.adapter else ''} on {backend}, {len(authorities.names)} authorities"
     say(about)
     if cfg.dry_run:
@@ -218,16 +216,7 @@ def read_authorities(path: str | None) -> Authorities:
 
 
 def questions(cfg: Config) -> Iterator[str]:
-    if cfg.question is not None:
-        yield cfg.question
-        return
-    if sys.stdin is None:
-        raise UserError("questions are read from stdin, which is closed; give one with --question")
-    if isinstance(sys.stdin, TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")
-    if sys.stdin.isatty():
-        say("type one question per line; end with Ctrl-D")
-    yield from filter(visible, map(str.strip, sys.stdin))
+    return filter(visible, typed_lines("question")) if cfg.question is None else iter([cfg.question])
 
 
 def answer_in_terminal(pieces: Stream, authorities: Authorities, opened: bool) -> None:

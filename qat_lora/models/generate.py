@@ -39,13 +39,7 @@ def complete(
     Raises UserError for a template that is missing or refuses the messages, and for a prompt that does not fit the
     model's context.
     """
-    inputs, base = _encode(tokenizer, prompt, thinking), unwrap(model)
-    used, context = _sizes(model, inputs)
-    if context and used + max_new_tokens > context:
-        raise UserError(
-            f"a prompt of {used} tokens and {max_new_tokens} new tokens do not fit the model's context of {context}; "
-            "use fewer new tokens or a shorter prompt"
-        )
+    inputs, base = encode_prompt(model, tokenizer, prompt, max_new_tokens, thinking), unwrap(model)
     # Pad may equal EOS, but the mask, all ones for a single prompt, shows that no token is padding.
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     plan = GenerationConfig(
@@ -58,7 +52,7 @@ def complete(
         generation_config=plan,
         streamer=streamer,
     )
-    return tokenizer.decode(output[0, used:], skip_special_tokens=True)
+    return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 class _Pieces(TextIteratorStreamer):
@@ -140,31 +134,17 @@ def check_device(device: str) -> None:
         raise UserError("on XLA every new token would compile another graph; use --device cpu or cuda")
 
 
-def check_room(
-    model: nn.Module, tokenizer, shortest: str | list[dict], max_new_tokens: int, thinking: bool | None = None
-) -> None:
-    """Raise UserError if even the `shortest` possible prompt does not fit the model's context."""
-    used, context = _sizes(model, _encode(tokenizer, shortest, thinking))
-    if context and used + max_new_tokens > context:
-        raise UserError(
-            f"--max-new-tokens {max_new_tokens} leaves no room for a prompt, which takes at least {used} of the "
-            f"model's context of {context} tokens; use at most {context - used}"
-        )
-
-
 def check_temperature(temperature: float) -> None:
     """Raise UserError for a temperature that cannot be used."""
     if temperature and temperature < LEAST:
         raise UserError(f"--temperature {temperature} must be 0 (greedy) or at least {LEAST:g}; use e.g. 0.7")
 
 
-def _sizes(model: nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[int, int | None]:
-    """The length of a prompt and the model's context length (None if unknown), in tokens."""
-    return inputs["input_ids"].shape[1], getattr(unwrap(model).config, "max_position_embeddings", None)
-
-
-def _encode(tokenizer, prompt: str | list[dict], thinking: bool | None) -> dict[str, torch.Tensor]:
-    """input_ids and attention_mask [1, T] of messages rendered by the chat template, or of plain text."""
+def encode_prompt(
+    model: nn.Module, tokenizer, prompt: str | list[dict], max_new_tokens: int, thinking: bool | None
+) -> dict[str, torch.Tensor]:
+    """input_ids and attention_mask [1, T] of messages rendered by the chat template, or of plain text. Raises UserError
+    as `complete` does."""
     if not prompt:
         raise UserError("the prompt is empty; give some text to continue")
     try:
@@ -189,5 +169,11 @@ def _encode(tokenizer, prompt: str | list[dict], thinking: bool | None) -> dict[
             ) from error
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     check_ids(ids, tokenizer)
+    context = getattr(unwrap(model).config, "max_position_embeddings", None)
+    if context and len(ids) + max_new_tokens > context:
+        raise UserError(
+            f"a prompt of {len(ids)} tokens and {max_new_tokens} new tokens do not fit the model's context of "
+            f"{context}; lower --max-new-tokens or use a shorter prompt"
+        )
     tokens = torch.tensor([ids], dtype=torch.long)
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}

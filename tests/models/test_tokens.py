@@ -2,16 +2,18 @@
 
 import shutil
 from copy import deepcopy
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import processors
 from transformers import AutoTokenizer, Gemma3Config, Gemma3TextConfig, LlamaConfig
 
 from qat_lora.errors import UserError
-from qat_lora.models.generate import _encode
+from qat_lora.models.generate import encode_prompt
 from qat_lora.models.loading import load_tokenizer
 from qat_lora.models.tokens import bos_token, check_ids, check_vocabulary, prompt_ids
 
+MODEL = SimpleNamespace(config=LlamaConfig())
 BOS, EOS = 1, 2  # <|im_start|> and <|im_end|> of the tiny tokenizer
 
 
@@ -49,7 +51,7 @@ def test_a_prompt_begins_with_bos_and_does_not_end_with_eos(tiny_tokenizer):
     both, end = convention(tiny_tokenizer, "B $A E"), convention(tiny_tokenizer, "$A E")
     assert prompt_ids(both, "some text") == prompt_ids(both, "<|im_start|>some text") == [BOS, *plain]
     assert prompt_ids(end, "some text") == prompt_ids(tiny_tokenizer, "some text") == plain
-    encoded = _encode(both, "some text", {})
+    encoded = encode_prompt(MODEL, both, "some text", 1, None)
     assert encoded["input_ids"].tolist() == [[BOS, *plain]] and encoded["attention_mask"].all()
 
 
@@ -79,4 +81,4 @@ def test_an_image_placeholder_may_be_beyond_the_embedding_but_not_in_a_text(tiny
     check_vocabulary(grown, LlamaConfig(vocab_size=512), "m", {"<image>"})
     check_ids([511], grown)
     with pytest.raises(UserError, match="the text contains '<image>', for which the model has no embedding"):
-        _encode(grown, "look: <image>", {})
+        encode_prompt(MODEL, grown, "look: <image>", 1, None)

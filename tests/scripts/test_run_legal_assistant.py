@@ -197,7 +197,7 @@ def test_bad_input(refusal, tmp_path, tiny_model_dir):
         (["--run", tmp_path], "config.yaml is missing"),
         (["--authorities", tmp_path / "none.json"], "none.json"),
         (["--temperature", "1e-40"], "--temperature 1e-40"),
-        (["--max-new-tokens", 10**12, "--model", tiny_model_dir, "--device", "cpu"], "000 leaves no room for a prompt"),
+        (["--max-new-tokens", 10**12, "--model", tiny_model_dir, "--device", "cpu"], "000 new tokens do not fit"),
         (["--web", "--host", "no..such"], "--host no..such --port 7860 cannot be opened ("),
         (["--web", "--host", "192.0.2.7"], "192.0.2.7 --port 7860 cannot be opened (Cannot assign requested add"),
     ]:
