@@ -29,11 +29,11 @@ from qat_lora.models.multimodal import full_class, language_model, loads_as_text
 from qat_lora.models.packaged import EMBEDDED
 from qat_lora.models.planned import is_planned
 from qat_lora.models.source import (
+    TOKENIZERS,
     check_source,
     config_json,
     file_of,
     files_key,
-    has_tokenizer,
     is_hub,
     model_source,
     origin_name,
@@ -96,8 +96,14 @@ def _cannot_be_loaded(name: str, reason: str | Exception) -> UserError:
     )
 
 
-@functools.cache  # reading it from a GGUF file takes seconds
-def _full_config(name: str, state: tuple) -> PreTrainedConfig:
+def cached_by_files(function):
+    """function(name) of a model, called again only if the model's files have changed."""
+    cached = functools.cache(lambda name, _: function(name))
+    return functools.wraps(function)(lambda name: cached(name, files_key(name)))
+
+
+@cached_by_files  # reading it from a GGUF file takes seconds
+def _full_config(name: str) -> PreTrainedConfig:
     config, source = _load(AutoConfig, name), model_source(name)
     if "gguf_file" in source:
         lost = unread(gguf_reader(Path(source["pretrained_model_name_or_path"], source["gguf_file"])), config)
@@ -112,20 +118,16 @@ def _full_config(name: str, state: tuple) -> PreTrainedConfig:
     return config
 
 
-@functools.cache
-def _config(name: str, state: tuple) -> PreTrainedConfig:
-    return text_config(name, _full_config(name, state))
-
-
+@cached_by_files
 def load_config(name: str) -> PreTrainedConfig:
     """The model's HF config, read without its weights; for a multimodal model, that of its language model. Do not
     modify it: every caller gets the same object. Raises UserError for anything but a causal language model."""
-    return _config(name, files_key(name))
+    return text_config(name, _full_config(name))
 
 
 def adapter_notes(name: str) -> list[str]:
     """Notes for the user if plain PEFT cannot load an adapter of this model's language model onto the whole model."""
-    config = _full_config(name, files_key(name))
+    config = _full_config(name)
     if loads_as_text(name, config):
         return []
     return [f"adapter/ fits only the language model: PEFT cannot load it onto the whole {config.model_type} model"]
@@ -152,9 +154,10 @@ def check_length(name: str, length: int, flags: str = "--length", mixed: bool = 
 def load_tokenizer(name: str):
     """The model's tokenizer. Raises UserError if the model is not a causal language model, has no tokenizer, or its
     tokenizer has no end-of-sequence token."""
-    if "gguf_file" in model_source(name) or file_of(name, "config.json"):
+    is_gguf = "gguf_file" in model_source(name)
+    if is_gguf or file_of(name, "config.json"):
         load_config(name)
-        if not is_hub(name) and not has_tokenizer(name):
+        if not is_gguf and not is_hub(name) and not any(file_of(name, file) for file in TOKENIZERS):
             raise UserError(f"model {name!r} has no tokenizer; copy its tokenizer.json there")
     tokenizer = _load(AutoTokenizer, name)
     if tokenizer.eos_token_id is None:
@@ -173,7 +176,7 @@ def load_model(name: str) -> nn.Module:
     """
     check_headers(name)
     _check_room(name)
-    config = _full_config(name, files_key(name))
+    config = _full_config(name)
     options = {"dtype": torch.float32, "config": copy.deepcopy(config), "output_loading_info": True}
     if "gguf_file" in model_source(name) and hasattr(transformers, "GgufConfig"):
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)  # keep no quantised blocks
@@ -187,7 +190,9 @@ def load_model(name: str) -> nn.Module:
     _parsed.cache_clear()  # 200 MB of small objects for SmolLM2's vocabulary
     model, prefixes = language_model(name, full, load_config(name))
     _check_found(name, model.config, found, prefixes)
-    _check_ties(name, full)
+    for one, other in full.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if full.get_parameter(one) is not full.get_parameter(other):  # transformers leaves them untied if they differ
+            raise _differently_tied(name, one, other)
     if getattr(model.config, "quantization_config", None) is not None:
         if "gguf_file" not in model_source(name):
             raise UserError(
@@ -261,13 +266,6 @@ def _check_found(name: str, config: PreTrainedConfig, found: dict, prefixes: tup
         )
 
 
-def _check_ties(name: str, full: nn.Module) -> None:
-    """Raise UserError if the config ties tensors that differ in the file: transformers would leave them untied."""
-    for one, other in full.get_expanded_tied_weights_keys(all_submodels=True).items():
-        if full.get_parameter(one) is not full.get_parameter(other):
-            raise _differently_tied(name, one, other)
-
-
 def _differently_tied(name: str, one: str, other: str) -> UserError:
     return UserError(
         f"model {name!r}: its config.json says tie_word_embeddings, but {one} and {other} differ in its file; set "
@@ -275,8 +273,10 @@ def _differently_tied(name: str, one: str, other: str) -> UserError:
     )
 
 
-@functools.cache
-def _fingerprint(name: str, state: tuple) -> str:
+@cached_by_files
+def model_fingerprint(name: str) -> str:
+    """sha256 (hex) of a model's weights, config and tokenizer, independent of where the model is stored, how its path
+    is written, and how many files its weights are in. Reads all weights."""
     load_config(name)  # raises a clear error for anything that is not a model
     files = weight_files(name)
     if "gguf_file" in model_source(name):
@@ -286,12 +286,6 @@ def _fingerprint(name: str, state: tuple) -> str:
     except UserError:
         tokenizer = "none"
     return fingerprint(files, config_json(name), tokenizer)
-
-
-def model_fingerprint(name: str) -> str:
-    """sha256 (hex) of a model's weights, config and tokenizer, independent of where the model is stored, how its path
-    is written, and how many files its weights are in. Reads all weights."""
-    return _fingerprint(name, files_key(name))
 
 
 def plain_state(model: nn.Module) -> dict[str, Tensor]:
@@ -313,7 +307,7 @@ def weights_fingerprint(model: nn.Module) -> str:
 def empty_model(name: str) -> nn.Module:
     """The model's architecture without storage for its parameters. Raises UserError unless the headers of its local
     safetensors files list exactly its tensors."""
-    config, whole = load_config(name), _full_config(name, files_key(name))
+    config, whole = load_config(name), _full_config(name)
     try:
         with _building, torch.device("meta"):
             model = text_class(name, whole)._from_config(copy.deepcopy(config), dtype=torch.float32)
@@ -324,15 +318,11 @@ def empty_model(name: str) -> nn.Module:
     return model.eval()
 
 
+@cached_by_files
 def check_headers(name: str) -> None:
     """Raise UserError unless the headers of a local model's safetensors files list exactly its tensors. Hub models and
     other formats are checked when they are loaded."""
-    _check_headers(name, files_key(name))
-
-
-@functools.cache
-def _check_headers(name: str, state: tuple) -> None:
-    whole = _full_config(name, state)
+    whole = _full_config(name)
     kind = full_class(name, whole)
     files = [] if is_hub(name) or is_planned(name) else weight_files(name)
     if not files or any(file.suffix != ".safetensors" for file in files) or getattr(whole, "quantization_config", None):
