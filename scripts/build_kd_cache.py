@@ -66,7 +66,8 @@ from qat_lora.train.memory import Parts, check_fits, logits_memory, memory_line
 
 
 def main(cfg: Config) -> None:
-    check(cfg)
+    if not cfg.cache_dir:
+        raise UserError("--cache-dir is missing; give the folder to write, e.g. --cache-dir caches/wikitext_L256")
     backend = (open_planned if cfg.dry_run else open_backend)(cfg.device, cfg.precision)
     backend.seed(cfg.seed)
     directory = Path(cfg.cache_dir)
@@ -116,11 +117,6 @@ def main(cfg: Config) -> None:
         if not written:
             say(f"{directory} was complete already; its first figures were:")
         report(cfg, directory, written * spec.length, time.monotonic() - started)
-
-
-def check(cfg: Config) -> None:
-    if not cfg.cache_dir:
-        raise UserError("--cache-dir is missing; give the folder to write, e.g. --cache-dir caches/wikitext_L256")
 
 
 def memory(cfg: Config, teacher: nn.Module, backend: TorchBackend) -> dict[str, Parts]:

@@ -46,7 +46,6 @@ class Config(ChatOptions, ScriptConfig):
 if __name__ == "__main__":
     check_command_line(Config, "run_inference", __doc__)  # before the imports that take seconds
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
@@ -62,7 +61,7 @@ from qat_lora.models.generate import check_sampling
 from qat_lora.models.loading import load_model
 from qat_lora.models.packaged import notes
 from qat_lora.rl.completion import check_device, check_room, complete
-from qat_lora.run.console import say
+from qat_lora.run.console import say, typed_lines
 
 
 @dataclass(frozen=True)
@@ -130,9 +129,7 @@ def load(cfg: Config) -> tuple[list[Speaker], str]:
 
 def prompts(cfg: Config) -> Iterator[str | list[dict]]:
     """--prompt, or each line of standard input that is not blank, as `asked` returns it."""
-    if cfg.prompt is None and sys.stdin.isatty():
-        say("type one prompt per line; end with Ctrl-D")
-    texts = (line.strip() for line in sys.stdin if line.strip()) if cfg.prompt is None else [cfg.prompt]
+    texts = filter(None, typed_lines("prompt")) if cfg.prompt is None else [cfg.prompt]
     for text in map(nfc, texts):
         yield asked(cfg, text)
 

@@ -50,10 +50,8 @@ if __name__ == "__main__":
 
 import os
 import socket
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from io import TextIOWrapper
 from pathlib import Path
 
 from qat_lora.backend import open_backend
@@ -72,7 +70,7 @@ from qat_lora.models.packaged import PACKAGED
 from qat_lora.models.source import SPEECH
 from qat_lora.rl.completion import Stream, check_device, check_room
 from qat_lora.run.checksums import check_files
-from qat_lora.run.console import say
+from qat_lora.run.console import say, typed_lines
 from qat_lora.run.files import read_json
 from qat_lora.run.resuming import read_config
 
@@ -219,16 +217,7 @@ def read_authorities(path: str | None) -> Authorities:
 
 
 def questions(cfg: Config) -> Iterator[str]:
-    if cfg.question is not None:
-        yield cfg.question
-        return
-    if sys.stdin is None:
-        raise UserError("questions are read from stdin, which is closed; give one with --question")
-    if isinstance(sys.stdin, TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")
-    if sys.stdin.isatty():
-        say("type one question per line; end with Ctrl-D")
-    yield from filter(visible, map(str.strip, sys.stdin))
+    return filter(visible, typed_lines("question")) if cfg.question is None else iter([cfg.question])
 
 
 def answer_in_terminal(pieces: Stream, authorities: Authorities, opened: bool) -> None:

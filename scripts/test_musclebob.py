@@ -35,9 +35,7 @@ class Config(ChatOptions, ScriptConfig):
 if __name__ == "__main__":
     check_command_line(Config, "test_musclebob", __doc__)  # before the imports that take seconds
 
-import sys
 from dataclasses import replace
-from io import TextIOWrapper
 from pathlib import Path
 
 from torch import nn
@@ -56,7 +54,7 @@ from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import load_model
 from qat_lora.rl.rollout import Sampling
 from qat_lora.run.checksums import check_files
-from qat_lora.run.console import say
+from qat_lora.run.console import say, typed_lines
 from qat_lora.run.files import write_json
 from qat_lora.run.rundir import newest_run
 
@@ -98,16 +96,8 @@ def main(cfg: Config) -> None:
 
 
 def converse(sampler: BobSampler, speakers: dict[str, nn.Module], sampling: Sampling) -> None:
-    if sys.stdin is None:
-        raise UserError(
-            "--interactive reads questions from stdin, which is closed; leave --interactive out, or open stdin"
-        )
-    if isinstance(sys.stdin, TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")
-    if sys.stdin.isatty():
-        say("type one question per line; end with Ctrl-D")
-    for line in filter(str.strip, sys.stdin):
-        question = Question(({"role": "user", "content": line.strip()},), True)
+    for line in filter(None, typed_lines("question")):
+        question = Question(({"role": "user", "content": line},), True)
         try:
             sampler.encode([question.messages])
         except UserError:

@@ -68,9 +68,6 @@ class RecordingBackend(XlaBackend):
     def memory(self) -> None:
         return None
 
-    def peak_memory_mb(self) -> float:
-        return 0.0
-
     def place(self, module: nn.Module) -> nn.Module:
         groups = tied_parameters(module)
         for name, tensor in [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]:

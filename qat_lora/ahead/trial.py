@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import DeviceType
-from torch.profiler import profile
 
 from qat_lora.backend.eager import TorchBackend
 from qat_lora.backend.opening import open_backend
-from qat_lora.backend.placing import retie, tied_parameters
+from qat_lora.backend.placing import replace_tensors
 
 MEANS = {"scale": 0.05, "a": 0.2, "b": 0.2, "g": 1.0}  # of the parameters of a quantiser's scales, which are positive
 
@@ -91,9 +89,8 @@ class Trial:
         self.figures.append((self._name, figures))
 
     def place(self, module: nn.Module) -> nn.Module:
-        groups = tied_parameters(module)
-        self._fill(module)
-        retie(module, groups)
+        with torch.no_grad():
+            replace_tensors(module, self._filled_in)
         sizes = [layer.num_embeddings for layer in module.modules() if isinstance(layer, nn.Embedding)]
         self._vocabulary = max([self._vocabulary, *sizes])
         self.placed.append(module)
@@ -165,31 +162,21 @@ class Trial:
         return found
 
     # -- random values ---------------------------------------------------------------------------------------------
-    @torch.no_grad()
-    def _fill(self, module: nn.Module) -> None:
-        """Give every tensor without values random ones of a plausible size."""
+    def _filled_in(self, name: str, tensor: Tensor) -> Tensor:
+        """Random values of a plausible size for a tensor without values."""
+        owner, _, leaf = name.rpartition(".")
+        if not tensor.is_meta and not owner.endswith("quantizer"):  # a quantiser's scales are not initialised
+            return tensor.data
         at = torch.device("cpu") if self.same_draws else self.device
-        for name, tensor in [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]:
-            owner, _, leaf = name.rpartition(".")
-            if not tensor.is_meta and not owner.endswith("quantizer"):  # a quantiser's scales are not initialised
-                continue
-            here = self._values(leaf, owner, tensor, at)
-            if isinstance(tensor, nn.Parameter):
-                here = nn.Parameter(here, requires_grad=tensor.requires_grad)
-            setattr(module.get_submodule(owner), leaf, here)
-
-    def _values(self, leaf: str, owner: str, tensor: Tensor, at: torch.device) -> Tensor:
+        source = {"device": at, "generator": self.draws if at.type == "cpu" else None}
         if not tensor.is_floating_point():
-            return torch.randint(4, tensor.shape, dtype=tensor.dtype, **self._from(at))
-        noise = torch.randn(tensor.shape, dtype=tensor.dtype, **self._from(at))
+            return torch.randint(4, tensor.shape, dtype=tensor.dtype, **source)
+        noise = torch.randn(tensor.shape, dtype=tensor.dtype, **source)
         if owner.endswith("quantizer"):
             return noise.mul_(0.1).add_(1).abs_().mul_(MEANS.get(leaf, 1.0))
         if tensor.ndim < 2:
             return noise.mul_(0.1).add_(0.0 if leaf == "bias" else 1.0)
         return noise.mul_(tensor.shape[-1] ** -0.5)
-
-    def _from(self, at: torch.device) -> dict:
-        return {"device": at, "generator": self.draws if at.type == "cpu" else None}
 
 
 def open_exact(device: str) -> TorchBackend:
@@ -207,14 +194,6 @@ def open_trial(device: str, precision: str) -> Trial:
     backend.__class__ = type(f"Trial{type(backend).__name__}", (Trial, type(backend)), {})
     backend.start(Trial.updates)
     return backend
-
-
-def kernel_times(seen: profile, on_gpu: bool) -> list[tuple[str, float]]:
-    """(name, microseconds) of a GPU's kernels, or of the operators on the CPU."""
-    events = [event for event in seen.key_averages() if not event.is_user_annotation]
-    if on_gpu:
-        return [(event.key, event.self_device_time_total) for event in events if event.device_type == DeviceType.CUDA]
-    return [(event.key, event.self_cpu_time_total) for event in events]
 
 
 @contextmanager

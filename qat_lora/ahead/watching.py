@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from qat_lora.backend.eager import TorchBackend
-from qat_lora.backend.placing import put_zeros, retie, tied_parameters
+from qat_lora.backend.placing import put_zeros
 from qat_lora.errors import ROOT, UserError
 from qat_lora.hosts.group import ALONE
 
@@ -161,9 +161,7 @@ class WatchingBackend(TorchBackend):
         return bool(found)
 
     def place(self, module: nn.Module) -> nn.Module:
-        groups = tied_parameters(module)
         put_zeros(module, self.device)
-        retie(module, groups)
         return module
 
     def noted(self, figures: dict) -> None:

@@ -32,6 +32,6 @@ def __getattr__(name):
 def xla_mark_step() -> None:
     """Compile and run what XLA has recorded; does nothing on CPU and CUDA, or before an XLA backend is open."""
     if "torch_xla" in sys.modules and os.environ.get("PJRT_DEVICE"):
-        from qat_lora.backend.xla import mark_step
+        from qat_lora.backend.xla import torch_xla
 
-        mark_step()
+        torch_xla.sync()

@@ -42,14 +42,8 @@ def check_usable(device: torch.device) -> None:
     try:
         torch.zeros((), device=device)
     except RuntimeError as error:
-        query = ["nvidia-smi", "--query-compute-apps=pid,process_name", "--format=csv,noheader"]
-        try:
-            holders = subprocess.run(query, capture_output=True, text=True).stdout.split("\n")
-        except OSError:
-            holders = []
-        held = "; ".join(line for line in holders if line) or "nvidia-smi lists no process"
         raise UserError(
-            f"{device} cannot be used ({first_line(error)}); in use by: {held}; end that process, or wait"
+            f"{device} cannot be used ({first_line(error)}); end the process that nvidia-smi lists there, or wait"
         ) from error
 
 

@@ -1,9 +1,10 @@
 """Helpers for placing a model on its device: zeros for tensors without storage, tied parameters, equal copies."""
 
 import hashlib
+from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 # Keys of a transformers config that say where a model is or how it was saved.
 NO_SETTINGS = {"_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype", "architectures"}
@@ -36,14 +37,21 @@ def architecture(module: nn.Module) -> dict[str, tuple]:
     return found | {"the model's set of tensors": (shapes, f"{len(tensors)} tensors ({shapes})")}
 
 
-def put_zeros(module: nn.Module, device: torch.device) -> None:
-    """Replace every tensor of a module, which may have no storage (meta), with zeros on `device`, one at a time, so
-    that the host never holds copies for all its workers. Unties tied parameters (see `retie`)."""
+def replace_tensors(module: nn.Module, make: Callable[[str, Tensor], Tensor]) -> None:
+    """Replace every parameter and buffer of a module, which may have no storage (meta), with make(name, tensor), one at
+    a time, so that the host never holds copies for all its workers. Tied parameters stay tied."""
+    groups = tied_parameters(module)
     everything = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     for name, tensor in everything:
         owner, _, leaf = name.rpartition(".")
-        # made on the host, so that XLA gets data and not a constant
-        zeros = torch.zeros(tensor.shape, dtype=tensor.dtype).to(device)
+        made = make(name, tensor)
         if isinstance(tensor, nn.Parameter):
-            zeros = nn.Parameter(zeros, requires_grad=tensor.requires_grad)
-        setattr(module.get_submodule(owner), leaf, zeros)
+            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+        setattr(module.get_submodule(owner), leaf, made)
+    retie(module, groups)
+
+
+def put_zeros(module: nn.Module, device: torch.device) -> None:
+    """Replace every tensor of a module with zeros on `device`."""
+    # made on the host, so that XLA gets data and not a constant
+    replace_tensors(module, lambda _, tensor: torch.zeros(tensor.shape, dtype=tensor.dtype).to(device))

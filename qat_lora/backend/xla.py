@@ -148,12 +148,6 @@ class XlaBackend(TorchBackend):
         return super().peak_memory_mb()
 
 
-def mark_step() -> None:
-    """Compile and run what was recorded so far, if a device was chosen."""
-    if os.environ.get("PJRT_DEVICE"):
-        torch_xla.sync()
-
-
 def counters() -> dict[str, int]:
     """compiles: graphs compiled so far; fallbacks: calls of operators that XLA ran on the host (any `aten::` name)."""
     fallbacks = fallback_names()

@@ -70,20 +70,16 @@ def _row_documents(row: dict, tokenizer, thinking: str) -> list[Document]:
     if messages is not None:
         return render_chat(messages, tokenizer, thinking, given=_given(row))
     if row.get("prompt") is not None and row.get("completion") is not None:
-        return [_completed(row["prompt"], row["completion"])]
+        if not row["completion"].strip():
+            raise UserError("the completion is empty; remove the row")
+        text = row["prompt"] + row["completion"]  # verbatim; the completion includes EOS
+        return [Document(text, ((len(row["prompt"]), len(text)),))]
     if not isinstance(row["text"], str):
         raise UserError(f'column "text" contains a {type(row["text"]).__name__}, not text; fix or remove the row')
     texts = row["text"].split(END)
     if len(texts) == 1:
         return [Document(row["text"], None)]
     return [Document(text.strip(), None) for text in texts if text.strip()]
-
-
-def _completed(prompt: str, completion: str) -> Document:
-    """A prompt, taken verbatim, and its completion, which includes EOS."""
-    if not completion.strip():
-        raise UserError("the completion is empty; remove the row")
-    return Document(prompt + completion, ((len(prompt), len(prompt + completion)),))
 
 
 def to_messages(row: dict) -> list[dict] | None:

@@ -23,18 +23,11 @@ class Rows:
 
     mask[n, t] = 1 if tokens[n, t] is a target, i.e. predicted from the tokens before it; the losses shift by one.
     given: a token that is only context and never a target (BOS, unless it is also the EOS).
-    Raises ValueError for other types or shapes.
     """
 
     tokens: torch.Tensor
     mask: torch.Tensor
     given: int | None = None
-
-    def __post_init__(self):
-        if self.tokens.dtype != torch.int32 or self.mask.dtype != torch.uint8:
-            raise ValueError(f"tokens {self.tokens.dtype}, mask {self.mask.dtype}; they must be int32 and uint8")
-        if self.tokens.ndim != 2 or self.tokens.shape != self.mask.shape:
-            raise ValueError(f"tokens {list(self.tokens.shape)}, mask {list(self.mask.shape)}; both must be [N, L]")
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -50,10 +43,7 @@ def stream(
     begins with it. If BOS and EOS are the same token, the EOS of the previous document serves as BOS, and one is added
     at the start of the stream.
     Reading stops at `limit` tokens, so the documents may be endless.
-    Raises UserError if the tokenizer has no EOS.
     """
-    if tokenizer.eos_token_id is None:
-        raise UserError("the tokenizer has no EOS token to end documents with; set tokenizer.eos_token")
     given = given_token(tokenizer, bos)
     start = [] if bos is None or given is not None else [bos]
     tokens, masks, total = [np.asarray(start, np.int32)], [np.zeros(len(start), np.uint8)], len(start)
@@ -112,7 +102,7 @@ def pack(
     An incomplete last row is dropped. A document may span rows, and a row may contain several documents. With `bos`
     every row and every document begins with that token, mask 0. At the start of a row it replaces a token of the text,
     which has no context there and so could not be a target: a row of 256 is BOS and 255 tokens of text.
-    Raises UserError if the text does not fill one row or the tokenizer has no EOS.
+    Raises UserError if the text does not fill one row.
     """
     most = length if bos is None else length + 1  # the maximum number of stream tokens that a row uses
     tokens, mask = stream(documents, tokenizer, None if max_rows is None else max_rows * most, bos)
@@ -127,7 +117,7 @@ def pack(
 def pad(documents: Iterable[Document], tokenizer, length: int) -> Rows:
     """A row for each document, padded with EOS tokens that are not targets.
 
-    Raises UserError for a document of more than `length` tokens, and for a tokenizer without EOS.
+    Raises UserError for a document of more than `length` tokens.
     """
     rows = []
     for document in documents:

@@ -93,8 +93,6 @@ def _read(choice: str) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"--chat-template {choice}: not UTF-8 text at byte {error.start}; convert the file") from error
-    except OSError as error:
-        raise UserError(f"--chat-template {choice}: cannot be read ({error.strerror}); check the file") from error
 
 
 def _after_answer(tokenizer, choice: str) -> str:

@@ -46,14 +46,12 @@ def read_rows(
 def _open(source: str, config: str | None, split: str, streaming: bool, fix: str | None) -> Iterator[dict]:
     path = Path(source).expanduser()
     is_path = path.suffix.lower() in FILE_READERS or source.startswith(("/", "./", "../", "~")) or path.exists()
-    if source != EMBEDDED and not is_path:
+    if not is_path and source != EMBEDDED:
         return _hub_rows(source, config, split, streaming, fix)
     if split != "train":
         raise UserError(f'split="{split}" needs a hub dataset: "{source}" has no splits; leave split at "train"')
-    return _embedded_rows() if source == EMBEDDED else _file_rows(path)
-
-
-def _embedded_rows() -> Iterator[dict]:
+    if source != EMBEDDED:
+        return _file_rows(path)
     from pydoc_data.topics import topics
 
     return ({"text": topics[key]} for key in sorted(topics))
@@ -182,21 +180,18 @@ def _last_cut(text: str, start: int) -> int:
 def _jsonl_rows(path: Path) -> Iterator[dict]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield _json_row(line, path, number)
-
-
-def _json_row(line: bytes, path: Path, number: int) -> dict:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:  # malformed JSON or UTF-8; too deeply nested
-        raise UserError(f"{path} line {number}: not valid JSON ({error}); fix or remove the line") from error
-    if not isinstance(row, dict):
-        kind = type(row).__name__
-        raise UserError(
-            f'{path} line {number}: contains a {kind}; each line must be an object such as {{"text": "..."}}'
-        )
-    return row
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:  # malformed JSON or UTF-8; too deeply nested
+                raise UserError(f"{path} line {number}: not valid JSON ({error}); fix or remove the line") from error
+            if not isinstance(row, dict):
+                kind = type(row).__name__
+                raise UserError(
+                    f'{path} line {number}: contains a {kind}; each line must be an object such as {{"text": "..."}}'
+                )
+            yield row
 
 
 def _parquet_rows(path: Path) -> Iterator[dict]:

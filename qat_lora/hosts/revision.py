@@ -44,9 +44,6 @@ def code_digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def version(name: str) -> str | None:
-    """The imported module's version, plus the installed one if it differs."""
-    installed = installed_version(name)
-    used = str(getattr(sys.modules.get(name), "__version__", installed))
-    same = used.split("+")[0] == str(installed).split("+")[0]  # torch's own version names its CUDA build
-    return used if same else f"{used} (installed: {installed})"
+def version(name: str) -> str:
+    """The imported module's version, or the installed one."""
+    return str(getattr(sys.modules.get(name), "__version__", installed_version(name)))

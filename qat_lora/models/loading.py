@@ -30,11 +30,11 @@ from qat_lora.models.multimodal import full_class, language_model, loads_as_text
 from qat_lora.models.packaged import EMBEDDED
 from qat_lora.models.planned import is_planned
 from qat_lora.models.source import (
+    TOKENIZERS,
     check_source,
     config_json,
     file_of,
     files_key,
-    has_tokenizer,
     is_hub,
     model_source,
     origin_name,
@@ -156,9 +156,10 @@ def check_length(name: str, length: int, flags: str = "--length", mixed: bool = 
 def load_tokenizer(name: str):
     """The model's tokenizer. Raises UserError if the model is not a causal language model, has no tokenizer, or its
     tokenizer has no end-of-sequence token."""
-    if "gguf_file" in model_source(name) or file_of(name, "config.json"):
+    is_gguf = "gguf_file" in model_source(name)
+    if is_gguf or file_of(name, "config.json"):
         load_config(name)
-        if not is_hub(name) and not has_tokenizer(name):
+        if not is_gguf and not is_hub(name) and not any(file_of(name, file) for file in TOKENIZERS):
             raise UserError(f"model {name!r} has no tokenizer; copy its tokenizer.json there")
     tokenizer = _load(AutoTokenizer, name)
     if tokenizer.eos_token_id is None:
@@ -193,7 +194,9 @@ def load_model(name: str) -> nn.Module:
     _parsed.cache_clear()  # 200 MB of small objects for SmolLM2's vocabulary
     model, prefixes = language_model(name, full, load_config(name))
     _check_found(name, model.config, found, prefixes)
-    _check_ties(name, full)
+    for one, other in full.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if full.get_parameter(one) is not full.get_parameter(other):  # transformers leaves them untied if they differ
+            raise _differently_tied(name, one, other)
     if getattr(model.config, "quantization_config", None) is not None:
         if "gguf_file" not in model_source(name):
             raise UserError(
@@ -259,13 +262,6 @@ def _check_found(name: str, config: PreTrainedConfig, found: dict, prefixes: tup
             f"model {name!r}: its weight files hold {len(more)} tensors that its config.json does not describe "
             f"({more[0]} is the first); correct the config, or give the weights that it describes"
         )
-
-
-def _check_ties(name: str, full: nn.Module) -> None:
-    """Raise UserError if the config ties tensors that differ in the file: transformers would leave them untied."""
-    for one, other in full.get_expanded_tied_weights_keys(all_submodels=True).items():
-        if full.get_parameter(one) is not full.get_parameter(other):
-            raise _differently_tied(name, one, other)
 
 
 def _differently_tied(name: str, one: str, other: str) -> UserError:

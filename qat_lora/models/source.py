@@ -116,11 +116,6 @@ def weight_files(name: str) -> list[Path]:
     raise UserError(f"model {name!r} has no weights (model.safetensors); give a complete model")
 
 
-def has_tokenizer(name: str) -> bool:
-    """Whether a folder has a tokenizer file; True for a GGUF file."""
-    return "gguf_file" in model_source(name) or any(file_of(name, file) for file in TOKENIZERS)
-
-
 def speech_files(name: str) -> dict[str, str]:
     """sha256 (hex) of each SPEECH file in a model's folder, by file name; for JSON files, of the content regardless of
     its formatting. Empty for a GGUF file, which contains all of this itself."""

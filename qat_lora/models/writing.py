@@ -50,10 +50,13 @@ def write_model(
             raise cannot_write(shown, error) from error
         _leave_out(folder / "tokenizer.json", getattr(tokenizer, "without_row", {}))
     back = _read(folder, shown)
-    check_state(back, state, shown)
+    read = plain_state(back)
+    for name in sorted(read.keys() | state.keys()):
+        if name not in read or name not in state or not torch.equal(read[name], state[name]):
+            raise differs(shown, name)
     check_logits(back, probe(model), logits, shown)
-    read, ends = AutoTokenizer.from_pretrained(folder), back.generation_config.eos_token_id
-    if _with_rows(read, back) != _with_rows(tokenizer, back) or read.chat_template != tokenizer.chat_template:
+    again, ends = AutoTokenizer.from_pretrained(folder), back.generation_config.eos_token_id
+    if _with_rows(again, back) != _with_rows(tokenizer, back) or again.chat_template != tokenizer.chat_template:
         raise differs(shown, "the tokenizer")
     if ends != model.generation_config.eos_token_id:
         raise differs(shown, "the generation config")
@@ -103,14 +106,6 @@ def _read(folder: Path, shown: Path) -> nn.Module:
         raise UserError(
             f"{shown} cannot be read back ({first_line(error)[:160]}), so it is not kept; check disk and memory"
         ) from error
-
-
-def check_state(back: nn.Module, state: dict[str, Tensor], shown: Path) -> None:
-    """Raise UserError naming the first tensor of a model that differs from the one in `state`."""
-    read = plain_state(back)
-    for name in sorted(read.keys() | state.keys()):
-        if name not in read or name not in state or not torch.equal(read[name], state[name]):
-            raise differs(shown, name)
 
 
 def check_logits(back: nn.Module, tokens: Tensor, logits: Tensor, shown: Path) -> None:

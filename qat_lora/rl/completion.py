@@ -35,11 +35,9 @@ def complete(
     (top_k, repetition penalty) are switched off, so that models are compared under the same settings.
     thinking: the value of the template's `enable_thinking` switch, if it has one; None leaves the default.
     streamer: a transformers streamer that receives the prompt and each token as it is generated.
-    Raises UserError for invalid values, for a template that is missing or refuses the messages, and for a prompt that
+    Raises UserError for a template that is missing or refuses the messages, and for a prompt that
     does not fit the model's context.
     """
-    if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens={max_new_tokens} generates nothing; use 1 or more")
     check_sampling(temperature, top_p=top_p)
     ids = _encode(tokenizer, prompt, thinking)
     used, context = len(ids), _context(model)

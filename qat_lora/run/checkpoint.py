@@ -146,15 +146,21 @@ def load_checkpoint(run_path: Path, group: Group = ALONE) -> tuple[dict[str, Ten
     if path is None:
         return None
     with shared_file(path / FILES[0], group) as model, shared_file(path / FILES[1], group) as trainer:
-        return _read(path, model, trainer)
+        try:
+            state = torch.load(trainer, weights_only=True, map_location="cpu")
+            return load_file(model), state["state"], state["meta"]
+        except Exception as error:  # right checksums, wrong content; weights_only never runs code from a pickle
+            raise UserError(
+                f"checkpoint {path}: {FILES[1]} is not a trainer state ({first_line(error)}), "
+                "so it was not saved by this program; start again with another --output-dir"
+            ) from error
 
 
 def _newest_whole(run_path: Path) -> Path | None:
     folder = run_path / "checkpoints"
-    if folder.is_dir():
-        for part in folder.glob(".part_*"):
-            shutil.rmtree(part, ignore_errors=True)
-    found = _newest_first(folder) if folder.is_dir() else []
+    for part in folder.glob(".part_*"):
+        shutil.rmtree(part, ignore_errors=True)
+    found = _newest_first(folder)
     for path in found:
         try:
             _check(path)
@@ -167,18 +173,6 @@ def _newest_whole(run_path: Path) -> Path | None:
     if found or list(folder.glob("damaged_step_*")):
         raise UserError(f"no intact checkpoint is left in {folder}; start again with another --output-dir")
     return None
-
-
-def _read(path: Path, model: Path, trainer: Path) -> tuple[dict[str, Tensor], dict, dict]:
-    """(tensors, trainer, meta) from the two files of a checkpoint. path: its directory, for messages."""
-    try:
-        state = torch.load(trainer, weights_only=True, map_location="cpu")
-        return load_file(model), state["state"], state["meta"]
-    except Exception as error:  # right checksums, wrong content; weights_only never runs code from a pickle
-        raise UserError(
-            f"checkpoint {path}: {FILES[1]} is not a trainer state ({first_line(error)}), "
-            "so it was not saved by this program; start again with another --output-dir"
-        ) from error
 
 
 def _check(path: Path) -> None:

@@ -4,11 +4,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from io import TextIOWrapper
 from typing import Any, TextIO, TypeVar
 
 from tqdm import tqdm
 
-from qat_lora.errors import STOPS, first_line
+from qat_lora.errors import STOPS, UserError, first_line
 
 tqdm.set_lock(threading.RLock())  # tqdm's own lock is a semaphore, which a killed worker would leave behind
 
@@ -62,6 +63,18 @@ def say(line: str, file: TextIO | None = None) -> None:
     file = file or sys.stdout
     tqdm.write(line, file=file)
     file.flush()
+
+
+def typed_lines(what: str) -> Iterator[str]:
+    """The lines of standard input, stripped; on a terminal it says first that it waits for a `what` per line. Raises
+    UserError if standard input is closed."""
+    if sys.stdin is None:
+        raise UserError(f"each line of stdin is a {what}, but stdin is closed; open it, or see --help for an option")
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    if sys.stdin.isatty():
+        say(f"type one {what} per line; end with Ctrl-D")
+    yield from map(str.strip, sys.stdin)
 
 
 def summarise(made: dict[str, Any], quality: list[str], following: str) -> None:

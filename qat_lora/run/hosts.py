@@ -100,7 +100,7 @@ def _bring(path: Path, giver: int, group: Group) -> None:
     if group.rank == giver:
         found = sorted(path.rglob("*"), key=lambda file: (file.name == "meta.json", file))  # it completes a checkpoint
         names = [file.relative_to(path) for file in found if file.is_file() and file.name != ".lock"]
-        files = {str(name): sha256(path / name) for name in names if not any(map(_is_part, name.parts))}
+        files = {str(name): sha256(path / name) for name in names if ".part" not in str(name)}  # still written
     files = group.gather(files)[giver]
 
     def copy() -> None:
@@ -123,11 +123,6 @@ def _bring(path: Path, giver: int, group: Group) -> None:
     path.mkdir(parents=True, exist_ok=True)
     with lock(path):
         copy()
-
-
-def _is_part(name: str) -> bool:
-    """Whether the name is that of a file or folder that was still being written."""
-    return name.startswith(".part") or name.endswith(".part")
 
 
 @contextmanager

@@ -50,8 +50,6 @@ def plot_run(path: Path) -> Path:
     """
     check_files(path, "metrics.jsonl")
     run = Run(path, resumed=False)
-    if not run.metrics_path.exists():
-        raise UserError(f"{path} has no metrics.jsonl; give a run directory such as runs/train_qat/<run>")
     lines = run.metrics()
     panels = _panels(lines)
     if not panels:

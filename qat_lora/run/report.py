@@ -46,7 +46,7 @@ PAGE = """<!doctype html>
 <table>{% for key, value in summary %}<tr><td>{{ key }}<td class="number">{{ value }}</tr>{% endfor %}</table>
 {% endif %}
 {% if pictures %}<h2>Plots</h2>{% endif %}
-{% for picture in pictures %}<p><img alt="{{ picture.name }}" src="{{ picture.source }}">{% endfor %}
+{% for name, data in pictures %}<p><img alt="{{ name }}" src="data:image/png;base64,{{ data }}">{% endfor %}
 {% for text in texts %}
 <h2>{{ text.name }}</h2>
 <pre>{{ text.content }}</pre>
@@ -79,24 +79,23 @@ def write_report(path: Path, result: dict[str, Any] | None = None) -> Path:
         fix = f"give one of its runs: {runs}" if runs else "give a run directory such as runs/train_qat/NAME"
         raise UserError(f"{path} has no metrics.jsonl; {fix}")
     curves = plot_run(path)
-    manifest = read_json(path / "manifest.json") if (path / "manifest.json").exists() else {}
+    manifest = read_json(path / "manifest.json")
     summary = read_json(path / "summary.json") if (path / "summary.json").exists() else {}
     summary = {"status": "finished", **result} if result else summary
-    config = read_config(path) if (path / "config.yaml").exists() else {}
     pictures = [curves, *sorted({*path.glob("*.png"), *path.glob("plots/*.png")} - {curves})]
     page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(PAGE).render(
         name=path.name,
-        experiment=manifest.get("experiment", "A run"),
+        experiment=manifest["experiment"],
         status=summary.get("status", "not finished"),
-        started=manifest.get("started", "?"),
-        device=manifest.get("device", "?"),
-        commit=f"{manifest.get('git', '?')}{' with changes' if manifest.get('dirty') else ''}",
-        command="python " + " ".join(map(str, manifest.get("argv", ["?"]))),
+        started=manifest["started"],
+        device=manifest["device"],
+        commit=f"{manifest['git']}{' with changes' if manifest['dirty'] else ''}",
+        command="python " + " ".join(manifest["argv"]),
         measured=list(_measured(Run(path, resumed=False).metrics())),
         summary=[pair for pair in _flat(summary) if pair[0] != "status"],
-        pictures=[{"name": picture.name, "source": _embedded(picture)} for picture in pictures],
+        pictures=[(picture.name, base64.b64encode(picture.read_bytes()).decode()) for picture in pictures],
         texts=[{"name": name, "content": _start(path / name)} for name in TEXTS if (path / name).exists()],
-        config=[(key, value) for key, value in config.items() if value is not None],
+        config=[(key, value) for key, value in read_config(path).items() if value is not None],
         manifest=[(key, value) for key, value in _flat(manifest) if not key.startswith(("argv", "git", "dirty"))],
     )  # fmt: skip
     write_atomically(path / FILE, lambda file: file.write(page.encode()))
@@ -120,10 +119,6 @@ def _flat(values: dict[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
             yield from _flat(value, f"{above}{key}.")
         elif value is not None:
             yield f"{above}{key}", f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _embedded(picture: Path) -> str:
-    return "data:image/png;base64," + base64.b64encode(picture.read_bytes()).decode()
 
 
 def _start(path: Path) -> str:

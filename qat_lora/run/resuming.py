@@ -42,15 +42,11 @@ def read_config(path: Path) -> dict:
 
 def _resumed_path(experiment: str, config: RunConfig, facts: dict) -> Path | None:
     """The run to resume: the named one, or the newest with the same identity."""
-    path = _first_match(experiment, config, facts)
-    if path is None and config.resume == "auto" and not config.output_dir:
+    named = config.output_dir or config.resume != "auto"
+    path = next((p for p in _candidates(experiment, config, say) if named or _is_same(p, config, facts)), None)
+    if path is None and not named:
         say("--resume auto: no unfinished run of this config; starting a new one")
     return path
-
-
-def _first_match(experiment: str, config: RunConfig, facts: dict) -> Path | None:
-    named = config.output_dir or config.resume != "auto"
-    return next((p for p in _candidates(experiment, config, say) if named or _is_same(p, config, facts)), None)
 
 
 def _candidates(experiment: str, config: RunConfig, tell: Callable[[str], None] | None = None) -> Iterator[Path]:
@@ -89,12 +85,12 @@ def begun(experiment: str, config: RunConfig, group: Group = ALONE) -> datetime:
     """When the run that --resume refers to was started, in local time; the current time for a new run. Of several
     unfinished runs, the one with the fewest differing options is chosen, and of these the newest. Chat templates that
     print the date print this one, so that a run can be resumed on another day."""
-    return group.on_main(lambda: _begun(experiment, config))
 
+    def found() -> datetime:
+        path = _meant(experiment, config)
+        return date_of(read_json(path / "manifest.json"), path / "manifest.json") if path else now()
 
-def _begun(experiment: str, config: RunConfig) -> datetime:
-    path = _meant(experiment, config)
-    return date_of(read_json(path / "manifest.json"), path / "manifest.json") if path else now()
+    return group.on_main(found)
 
 
 def _meant(experiment: str, config: RunConfig, tell: Callable[[str], None] | None = None) -> Path | None:

@@ -19,13 +19,12 @@ def check_tracker(name: str) -> None:
         load_package(name, f"--report-to {name}", ", or leave the option out")
 
 
-def open_tracker(name: str, folder: Path, config: dict[str, Any]) -> Mirror | None:
-    """A function mirror(step, values) that sends a line of the run in `folder` to the tracker, or None for "none".
+def open_tracker(name: str, folder: Path, config: dict[str, Any]) -> Mirror:
+    """A function mirror(step, values) that sends a line of the run in `folder` to the tracker.
 
     A resumed run continues its curves; another run in the same folder gets its own. Raises whatever the tracker raises.
     """
-    openers = {"wandb": _wandb, "tensorboard": _tensorboard}
-    return openers[name](folder, config) if name in openers else None
+    return {"wandb": _wandb, "tensorboard": _tensorboard}[name](folder, config)
 
 
 def _wandb(folder: Path, config: dict[str, Any]) -> Mirror:

@@ -108,19 +108,6 @@ def test_the_error_for_too_little_text_names_both_numbers(tiny_tokenizer):
         pack([], tiny_tokenizer, 128)
 
 
-@pytest.mark.parametrize("options", [{"length": 1}, {"length": 8, "max_rows": 0}])
-def test_impossible_sizes_are_refused(tiny_tokenizer, options):
-    with pytest.raises(UserError, match="use "):
-        pack([Document("a", None)], tiny_tokenizer, **options)
-
-
-def test_rows_refuse_other_types_and_shapes():
-    with pytest.raises(ValueError, match="int32 and uint8"):
-        Rows(torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.uint8))
-    with pytest.raises(ValueError, match=r"\[2, 3\], mask \[3, 2\]"):
-        Rows(torch.zeros(2, 3, dtype=torch.int32), torch.zeros(3, 2, dtype=torch.uint8))
-
-
 @pytest.mark.parametrize("fraction, held", [(0, 0), (0.001, 1), (0.2, 2), (0.5, 5)])
 def test_split_holds_out_the_last_rows(fraction, held):
     train, heldout = split_heldout(rows_of(10), fraction)

@@ -155,7 +155,6 @@ def test_the_same_process_can_resume_a_run_that_was_interrupted():
         ("manifest.json", lambda _: b"{"), ("manifest.json", lambda _: b"[]"),
         ("config.yaml", lambda whole: b"\xff" + whole),
         ("config.yaml", lambda whole: whole.replace(b"log_every: 10", b"log_every: 19")),  # noticed by its checksum
-        ("manifest.json", lambda whole: whole[:-2] + b', "resumed": 3}'),
     ],
 )  # fmt: skip
 def test_a_damaged_run_is_refused_with_the_name_of_the_file(file, damage):

@@ -16,10 +16,13 @@ def runs(tmp_path, monkeypatch):
     """Three runs under runs/ of the working directory, the second the newest."""
     monkeypatch.chdir(tmp_path)
     lines = [json.dumps({"step": step, "stage": "qat", "loss": 3.0 / step}) for step in (1, 2, 3)]
+    facts = {"experiment": "train_qat", "started": "20261101T000000Z", "device": "cpu", "git": "0123a", "dirty": False}
     for age, name in enumerate(["train_qat/b", "train_qat/a", "v2_q4"]):
         path = tmp_path / "runs" / name
         path.mkdir(parents=True)
         (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        (path / "manifest.json").write_text(json.dumps(facts | {"argv": ["scripts/train_qat.py", "<b>"]}))
+        (path / "config.yaml").write_text("mlp: int2/g64\nseed: 7\n")
         os.utime(path / "metrics.jsonl", (1e9, 1e9 + (age == 1)))
     return tmp_path / "runs"
 
@@ -48,9 +51,6 @@ def test_the_page_is_one_file_with_figures_plots_samples_and_settings(report, ru
     with open(path / "metrics.jsonl", "a") as file:
         for step, kl in ((0, 2.5), (2, 0.75), (3, 1.25)):
             file.write(json.dumps({"step": step, "stage": "qat", "heldout_kl": kl, "odd": kl}) + "\n")
-    (path / "config.yaml").write_text("mlp: int2/g64\nseed: 7\n")
-    facts = {"experiment": "train_qat", "argv": ["scripts/train_qat.py", "<b>"]}
-    (path / "manifest.json").write_text(json.dumps(facts))
     (path / "summary.json").write_text(json.dumps({"status": "finished", "best": {"heldout_kl": 0.75}}))
     (path / "samples.txt").write_text("Once upon a time")
     report("--run", path)
