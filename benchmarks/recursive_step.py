@@ -97,9 +97,9 @@ def training(cfg: Config, backend: TorchBackend, mlp_t: bool) -> tuple[Trainer, 
     )  # fmt: skip
     backend.seed(cfg.seed)
     model = backend.place(RecursiveModel(sizes_of(cfg, mlp_t, rows)))
-    if lacking := backend.compiler_lacks():
-        raise UserError(f"torch.compile needs {lacking}, which this machine lacks; install it first")
-    model.stack = backend.compiled(model.stack)
+    if not backend.compiles("on"):
+        raise UserError("this compares compiled updates; install what is missing first")
+    model.stack = torch.compile(model.stack, dynamic=False)
     return Trainer(model, plan, backend), rows
 
 
@@ -115,7 +115,7 @@ def run_turns(cfg: Config, backend: TorchBackend, mlp_t: bool) -> list[tuple[flo
     count, theirs = (sum(p.numel() for p in model.parameters()) for model in (trainer.model, others[0]))
     if count != theirs:
         raise UserError(f"ours has {count} weights but plain_trm.py {theirs}; make them equal before comparing")
-    others[1].forward = backend.compiled(others[1].forward)
+    others[1].forward = torch.compile(others[1].forward, dynamic=False)
     published = [PlainTraining(plain, cfg.batch_size, 1e-4, 0.9995, SEGMENTS, IGNORE) for plain in others]
     session, batches, times = Turns(backend, last=cfg.turns + WARM), segment_batches(rows, trainer.plan, 0), []
 

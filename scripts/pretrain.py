@@ -113,8 +113,8 @@ class Config(LoopOptions, JobConfig):
     forward_dtype: Literal["bfloat16", "float32"] | None = opt.device(
         None, "the same as --precision bf16 or fp32", identity=True
     )
-    compile: bool = opt.device(
-        True, "fuse the blocks with torch.compile, which takes some seconds at the start and needs a C++ compiler"
+    compile: Literal["auto", "on", "off"] = opt.device(
+        "auto", "run the blocks through torch.compile, which takes some seconds at the start; auto: not on XLA"
     )
 
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import sysconfig
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
@@ -26,6 +25,7 @@ from qat_lora.backend.heap import BETWEEN, PIECES, hand_back_memory, keep_freed_
 from qat_lora.backend.placing import architecture, put_zeros, retie, tied_parameters
 from qat_lora.errors import UserError, first_line
 from qat_lora.hosts.group import ALONE, Group
+from qat_lora.hosts.relay import say
 
 # Gradients of at least this many bytes are reduced in place; smaller ones are copied together and reduced at once.
 # docs/benchmarks.md has the cost of the reduction.
@@ -201,11 +201,6 @@ class TorchBackend:
     def checkpoint(function, *args):
         return torch_checkpoint.checkpoint(function, *args, use_reentrant=False)
 
-    def compiled(self, function: Callable) -> Callable:
-        """The function compiled by torch.compile for arguments of fixed shapes, which fuses elementwise work. On XLA,
-        which compiles anyway, the function itself."""
-        return torch.compile(function, dynamic=False)
-
     def compiles(self, choice: str, auto: bool | None = None) -> bool:
         """Whether --compile `choice` (auto, on or off) means torch.compile on this device. auto: what "auto" means;
         by default, that of a GPU, since for a language model on a CPU native.c is as fast. If something is missing,
@@ -213,7 +208,7 @@ class TorchBackend:
         wanted = choice == "on" or (choice == "auto" and (self.kind == "cuda" if auto is None else auto))
         lacking = self._compiler_lacks() if wanted else None
         if lacking and self.is_main:
-            warnings.warn(f"not compiled, so slower: this machine lacks {lacking}", stacklevel=2)
+            say(f"not compiled, so slower: this machine lacks {lacking}")
         return wanted and not lacking
 
     def _compiler_lacks(self) -> str | None:

@@ -22,7 +22,7 @@ TINY = {
     "reservoir": "--embedding 32 --blocks 1 --reservoirs diagonal:16 --length 32 --batch-size 8 --tokenizer chars "
     "--dropout 0",
     "Athena": "--puzzle sudoku4 --global-batch-size 32 --hidden-size 32 --num-heads 2 --halt-max-segments 2 "
-    "--no-compile --learning-rate 1e-6",
+    "--compile off --learning-rate 1e-6",
 }
 QWEN = "--model Qwen/Qwen3-0.6B"
 REAL = {

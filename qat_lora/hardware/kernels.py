@@ -1,7 +1,6 @@
 """Whether the fused kernels of a device compute what torch's operations do, and how much faster they are."""
 
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 

@@ -12,7 +12,6 @@ import platform
 import shlex
 import subprocess
 import tempfile
-import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from ctypes import Structure, c_long, c_void_p
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from qat_lora.backend import machine
+from qat_lora.hosts.relay import say
 
 SOURCE = Path(__file__).with_name("native.c")
 FLAGS = ["-O3", "-march=native", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
@@ -36,7 +36,7 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1}  # as native.c numbers them
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels; None, with a warning, if they cannot be compiled with OpenMP for this machine's vector
+    """The compiled kernels; None, with a line that says so, if they cannot be compiled with OpenMP for this machine's vector
     instructions.
 
     They are kept in the user's cache folder under a name that depends on source, flags, compiler, CPU and content.
@@ -51,10 +51,9 @@ def library() -> ctypes.CDLL | None:
                 kernels = get(folder, name)
                 kernels.move_moments.restype = kernels.add_rows.restype = c_long
                 return kernels
-    warnings.warn(
+    say(
         f"{compiler[0]} does not compile C with OpenMP here; install gcc, or set CC: without one, quantisation, "
-        "optimiser steps and the LM head are slower",
-        stacklevel=2,
+        "optimiser steps and the LM head are slower"
     )
     return None
 

@@ -98,7 +98,7 @@ SUBJECTS = (
     Subject("puzzles", "pretrain",
         f"data_path=puzzles --config puzzles.yaml output_dir={RUN} --resume auto checkpoint_path={OUT}/bucket "
         "global_batch_size=8 epochs=4 eval_interval=5 save_interval=4 log_interval=2 lr_warmup=2 halt_max_segments=3 "
-        "arch.hidden_size=16 arch.num_heads=2 arch.L_cycles=2 compile=false",
+        "arch.hidden_size=16 arch.num_heads=2 arch.L_cycles=2 compile=off",
         ("puzzles", "puzzles.yaml"), late="checkpoints/step_24", ends=("best.pt",)),
 )  # fmt: skip
 STUDENT, READS = "--checkpoint qat/best.pt --model model --adapter recovery/adapter", "qat/best.pt recovery/adapter/*"

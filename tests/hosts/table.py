@@ -54,7 +54,7 @@ def command(experiment: str, run: Path, *more) -> list:
             "--log-every", 20, "--eval-every", 0, "--output-dir", run, "--device", "cpu", *more,
         ]  # fmt: skip
     return [
-        ROOT / "pretrain.py", "--config", "nano", "--device", "cpu", "--num-chips", 1, "--steps", 100, "compile=false",
+        ROOT / "pretrain.py", "--config", "nano", "--device", "cpu", "--num-chips", 1, "--steps", 100, "compile=off",
         "--save-interval", 20, "--log-interval", 5, "--eval-interval", 0, "--eval-rows", 8, "--global-batch-size", 8,
         "--halt-max-segments", 2, "--H-cycles", 1, "--hidden-size", 32, "--puzzles", 40, "--output-dir", run, *more,
     ]  # fmt: skip

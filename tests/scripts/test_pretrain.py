@@ -28,7 +28,7 @@ from qat_lora.run.command_line import parse
 
 SMALL = "puzzle=sudoku4 puzzles=60 heldout_fraction=0.2 global_batch_size=8 epochs=2 eval_interval=5 save_interval=4 "
 SMALL += "log_interval=1 lr=1e-2 lr_warmup=2 ema_decay=0.9 halt_max_segments=3 halt_exploration=0.5 arch.num_heads=2 "
-SMALL += "arch.hidden_size=16 arch.L_cycles=2 arch.mlp_t=false device_type=cpu forward_dtype=float32 compile=false"
+SMALL += "arch.hidden_size=16 arch.L_cycles=2 arch.mlp_t=false device_type=cpu forward_dtype=float32 compile=off"
 SMALL = SMALL.split()
 
 
@@ -102,11 +102,11 @@ def test_a_run_shorter_than_every_interval_still_logs_evaluates_and_saves(train,
 def test_compiled_training_equals_plain_training_and_resumes_to_the_same_bits(
     train, trained, tmp_path, dies_at, capsys
 ):
-    words = [f"output_dir={tmp_path}", "compile=true", "resume=auto"]
+    words = [f"output_dir={tmp_path}", "compile=on", "resume=auto"]
     counters.clear()
     with dies_at(8):
         train(*words)
-    if "lacks a C++ compiler" in capsys.readouterr().out:
+    if "lacks a C++ compiler" in capsys.readouterr().err:
         pytest.skip("no C++ compiler")
     assert counters["frames"]["ok"], "nothing was compiled"
     before = lines(tmp_path)
@@ -118,12 +118,12 @@ def test_compiled_training_equals_plain_training_and_resumes_to_the_same_bits(
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "/bin/false"])
 def test_without_a_compiler_it_warns_and_trains(train, tmp_path, monkeypatch, capsys, compiler):
     monkeypatch.setenv("CXX", compiler)
-    train(f"output_dir={tmp_path}", "compile=true", "steps=2")
-    said = f"[Athena] Not compiled, so slower: this machine lacks a C++ compiler ({compiler})"
-    assert said in capsys.readouterr().out.splitlines() and summary(tmp_path)["status"] == "finished"
+    train(f"output_dir={tmp_path}", "compile=on", "steps=2")
+    said = f"not compiled, so slower: this machine lacks a C++ compiler ({compiler})"
+    assert said in capsys.readouterr().err.splitlines() and summary(tmp_path)["status"] == "finished"
 
 
-@pytest.mark.parametrize("words", ["ema=false arch.mlp_t=true", "compile=true arch.use_gradient_checkpointing=true"])
+@pytest.mark.parametrize("words", ["ema=false arch.mlp_t=true", "compile=on arch.use_gradient_checkpointing=true"])
 def test_other_settings_train_too(train, tmp_path, words):
     train(f"output_dir={tmp_path}", "steps=3", *words.split())
     assert summary(tmp_path)["status"] == "finished"

@@ -62,17 +62,15 @@ def announce(backend: TorchBackend) -> None:
         say(f"[Athena] {line}")
 
 
-def placed(model: RecursiveModel, backend: TorchBackend, checkpointing: bool, compiling: bool) -> RecursiveModel:
-    """The model on its device; with `compiling`, its blocks are compiled if the machine has a compiler."""
+def placed(model: RecursiveModel, backend: TorchBackend, checkpointing: bool, compile: str) -> RecursiveModel:
+    """The model on its device. compile: auto, on or off, where auto is on, since a small stack runs many times."""
     backend.place(model)
     if backend.is_main:
         say(f"[Athena] Model moved to device: {backend.device}")
     if checkpointing:
         model.checkpoint = backend.checkpoint
-    if compiling and (lacking := backend.compiler_lacks()) is None:
-        model.stack = backend.compiled(model.stack)
-    elif compiling and backend.is_main:
-        say(f"[Athena] Not compiled, so slower: this machine lacks {lacking}")
+    if backend.compiles(compile, auto=True):
+        model.stack = torch.compile(model.stack, dynamic=False)
     return model
 
 
