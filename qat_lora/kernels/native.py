@@ -36,8 +36,8 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1}  # as native.c numbers them
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels; None, with a line that says so, if they cannot be compiled with OpenMP for this machine's vector
-    instructions.
+    """The compiled kernels. If they cannot be compiled with OpenMP for this machine's vector instructions, None, and a
+    line says so.
 
     They are kept in the user's cache folder under a name that depends on source, flags, compiler, CPU and content.
     """

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from qat_lora.kernels import native
+from qat_lora.backend import open_backend
+from qat_lora.kernels import compiled, native
 from qat_lora.kernels.cautious import corrections, plain_step
 from qat_lora.kernels.fake_quant import FakeQuant, Stored
 from qat_lora.kernels.head import Head
+from qat_lora.kernels.head_softmax import HeadSoftmax
 from qat_lora.kernels.softmax import normalise
 from qat_lora.kernels.two_passes import TwoPasses
 from qat_lora.quant.linear import Quantizer
@@ -136,3 +138,47 @@ def test_exponentials_are_accurate(both):
     wanted = x.double().exp()
     assert ((sums[:4096, 0] - wanted[:4096]) / wanted[:4096]).abs().max() < 2.5 * 2**-23
     assert sums[4096:, 0].tolist()[:5] == [0.0, 0.0, torch.inf, torch.inf, torch.inf] and sums[-1].isnan()
+
+
+@pytest.mark.slow
+def test_what_torch_compile_writes_equals_the_plain_form(monkeypatch):
+    """As on a GPU, by inductor's C++."""
+    if not open_backend("cpu", "fp32").compiles("on"):
+        pytest.skip("no C++ compiler")
+    spec, weight, scale = QuantSpec.parse("int4/g32"), random(40, 3, 32), random(40, 3, 1, seed=1).abs() + 0.1
+    p, grad, m, v = (random(300, seed=seed) for seed in range(4))
+    numbers = torch.tensor([0.01, 0.999, *corrections((0.9, 0.95), EPS, 3)])
+    head, hidden = Head(random(500, 16, seed=5)), random(9, 16, seed=6)
+    index = torch.randint(500, (9, 5), generator=torch.Generator().manual_seed(2))
+
+    def run():
+        latent = weight.clone().requires_grad_()
+        seen = FakeQuant.apply(latent, scale, spec, 0.5, torch.float32)
+        seen.square().sum().backward()
+        moved = [t.clone() for t in (p, grad, m, v.abs())]
+        plain_step(*moved, numbers, 0.9, 0.95)
+        softmax = HeadSoftmax(hidden, head, index, torch.float32)
+        back, *_ = softmax.gradients(torch.ones(9, 1), torch.full((9, 5), 0.2), (False, False))
+        return [seen.detach(), latent.grad, *moved, back, softmax.log_probs]
+
+    monkeypatch.setattr(native, "library", lambda: None)
+    wanted = run()
+    monkeypatch.setattr(compiled, "COMPILED", ["cpu"])
+    torch.testing.assert_close(run(), wanted, rtol=1e-5, atol=1e-6)
+    assert not compiled.FAILED
+
+
+def test_a_function_that_cannot_be_compiled_runs_as_it_is_with_one_line(monkeypatch, capsys):
+    def broken(*_, **__):
+        raise RuntimeError("no Triton\nmore")
+
+    monkeypatch.setattr(torch, "compile", lambda function: broken)
+    monkeypatch.setattr(compiled, "COMPILED", ["cpu"])
+    monkeypatch.setattr(compiled, "FAILED", set())
+
+    @compiled.fused
+    def _twice(x):
+        return 2 * x
+
+    assert [float(_twice(torch.ones(()))) for _ in range(2)] == [2.0, 2.0]
+    assert capsys.readouterr().err == "torch.compile fails here (no Triton); twice will be slower\n"
