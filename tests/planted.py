@@ -31,22 +31,21 @@ class Fault:
 
 FAULTS = (
     Fault(
-        "wrong gradient of a scale", "quant/linear.py", "grad_scale.sum_to_size(scale.shape) * ctx.gradient_scale",
-        "grad_scale.sum_to_size(scale.shape)", "quant",
+        "wrong gradient of a scale", "kernels/fake_quant.py", "of_scale.sum_to_size(scale.shape) * ctx.gradient_scale",
+        "of_scale.sum_to_size(scale.shape)", "quant",
     ),
     Fault(
         "lost mask", "train/losses.py", "mask.reshape(-1).float() / total", "torch.ones_like(mask.reshape(-1)) / total",
         "train",
     ),
     Fault(
-        "unreduced worker", "backend/torch.py", "self.reduce([*gradients, *also])", "self.reduce([*also])",
+        "unreduced worker", "backend/eager.py", "self.reduce([*gradients, *also])", "self.reduce([*also])",
         "backend scripts/test_multi.py",
     ),
     Fault("stale checkpoint", "run/checkpoint.py", "for path in found:", "for path in reversed(found):", "run"),
     Fault("dropped BOS", "data/packing.py", "if first is not None:", "if first is None:", "data"),
     Fault(
-        "wrong bias correction", "train/optimizer.py", "    size = start / math.sqrt(1 - second**step)\n",
-        "    size = start\n", "train",
+        "wrong bias correction", "kernels/cautious.py", "start / math.sqrt(1 - betas[1] ** step)", "start", "train",
     ),
     Fault("unflushed file", "run/files.py", "os.fsync(file.fileno())", "pass", "run"),
     Fault("resumed at the first row", "train/loop.py", "self.stream(step - 1)", "self.stream(0)", "train run scripts"),
@@ -60,11 +59,11 @@ FAULTS = (
     ),
     Fault("wrong upper clip", "rl/objective.py", "1 + objective.clip_high", "1 + objective.clip_low", "rl"),
     Fault("reversed KL", "rl/objective.py", "gap = reference - logp", "gap = logp - reference", "rl"),
-    Fault("weights not tied again", "backend/torch.py", "        retie(module, groups)\n", "", "backend"),
+    Fault("weights not tied again", "backend/eager.py", "        retie(module, groups)\n", "", "backend"),
     Fault("top tokens drawn again", "kd/targets.py", 'logits[each, index] = float("-inf")', "pass", "kd"),
     Fault("half bytes swapped in GGUF", "export/gguf_types.py", "q[..., :16] | q[..., 16:] << 4",
           "q[..., 16:] | q[..., :16] << 4", "export"),
-    Fault("recompiled update", "backend/torch.py", 'set_to_none=self.kind != "xla"', "set_to_none=True", "backend"),
+    Fault("recompiled update", "backend/eager.py", 'set_to_none=self.kind != "xla"', "set_to_none=True", "backend"),
     Fault(
         "state kept from a halted row", "experiments/athena/model.py",
         "z_H = torch.where(out[:, None, None], model.H_init, carry.z_H)", "z_H = carry.z_H", "experiments/athena",
