@@ -29,13 +29,7 @@ if __name__ == "__main__":
 from pathlib import Path
 
 from qat_lora.errors import UserError
-from qat_lora.experiments.musclebob.validation import (
-    STAGES,
-    plot,
-    read_training_config,
-    read_validations,
-    validation_file,
-)
+from qat_lora.experiments.musclebob.validation import STAGES, VALIDATIONS, plot, read_training_config, read_validations
 from qat_lora.run.checksums import check_files
 from qat_lora.run.console import say
 from qat_lora.run.rundir import Run, newest_run
@@ -62,7 +56,7 @@ def read_run(path: Path) -> tuple[dict, list[dict], int]:
         raise UserError(
             f"{path} is not a run of train_musclebob_improved.py (no training_config.json); give a run directory"
         )
-    check_files(path, "training_config.json", "metrics.jsonl", *map(validation_file, STAGES))
+    check_files(path, "training_config.json", "metrics.jsonl", *VALIDATIONS.values())
     longest = read_training_config(path)["max_completion_length"]
     stages, lines = read_validations(path), Run(path, resumed=False).metrics()
     if "baseline" not in stages or not lines:
