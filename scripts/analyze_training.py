@@ -57,7 +57,7 @@ def read_run(path: Path) -> tuple[dict, list[dict], int]:
             f"{path} is not a run of train_musclebob_improved.py (no training_config.json); give a run directory"
         )
     check_files(path, "training_config.json", "metrics.jsonl", *VALIDATIONS.values())
-    longest = read_training_config(path)["max_completion_length"]
+    longest = read_training_config(path)["max_new_tokens"]
     stages, lines = read_validations(path), Run(path, resumed=False).metrics()
     if "baseline" not in stages or not lines:
         raise UserError(f"{path} has logged nothing yet; let it train for a while")

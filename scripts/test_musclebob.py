@@ -80,7 +80,7 @@ def main(cfg: Config) -> None:
     backend = open_backend(cfg.device, cfg.precision)
     tokenizer, model = cfg.tokenizer(str(folder)), load_model(str(folder))
     prompt, rows = (LINE, 1) if cfg.interactive else (made["max_prompt_length"], ROWS)
-    sampler = BobSampler.of(model, tokenizer, backend, prompt, made["max_completion_length"], cfg.thinks, rows)
+    sampler = BobSampler.of(model, tokenizer, backend, prompt, made["max_new_tokens"], cfg.thinks, rows)
     speakers = {"taught": model} | ({"start": load_model(made["model"])} if cfg.compare else {})
     say(f"taught = {run}{', start = ' + made['model'] if cfg.compare else ''}, on {backend}")
     if cfg.dry_run:

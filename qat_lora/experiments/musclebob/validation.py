@@ -38,7 +38,7 @@ GLANCE = 2  # sampled answers per held-out question in an evaluation during trai
 def read_training_config(folder: Path) -> dict:
     """Read training_config.json of a run directory; raises UserError if it is damaged."""
     found = read_json(folder / "training_config.json")
-    if not {"model", "max_prompt_length", "max_completion_length"} <= found.keys():
+    if not {"model", "max_prompt_length", "max_new_tokens"} <= found.keys():
         raise UserError(f"{folder}/training_config.json is damaged; restore it")
     return found
 
