@@ -29,13 +29,7 @@ if __name__ == "__main__":
 from pathlib import Path
 
 from qat_lora.errors import UserError
-from qat_lora.experiments.musclebob.validation import (
-    STAGES,
-    plot,
-    read_training_config,
-    read_validations,
-    validation_file,
-)
+from qat_lora.experiments.musclebob.validation import STAGES, VALIDATIONS, plot, read_training_config, read_validations
 from qat_lora.run.checksums import check_files
 from qat_lora.run.console import say
 from qat_lora.run.rundir import Run, newest_run
@@ -62,8 +56,8 @@ def read_run(path: Path) -> tuple[dict, list[dict], int]:
         raise UserError(
             f"{path} is not a run of train_musclebob_improved.py (no training_config.json); give a run directory"
         )
-    check_files(path, "training_config.json", "metrics.jsonl", *map(validation_file, STAGES))
-    longest = read_training_config(path)["max_completion_length"]
+    check_files(path, "training_config.json", "metrics.jsonl", *VALIDATIONS.values())
+    longest = read_training_config(path)["max_new_tokens"]
     stages, lines = read_validations(path), Run(path, resumed=False).metrics()
     if "baseline" not in stages or not lines:
         raise UserError(f"{path} has logged nothing yet; let it train for a while")

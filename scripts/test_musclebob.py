@@ -44,13 +44,13 @@ from qat_lora.backend import open_backend
 from qat_lora.errors import UserError
 from qat_lora.experiments.musclebob.questions import Question
 from qat_lora.experiments.musclebob.validation import (
+    ROWS,
     BobSampler,
     check_samples,
     read_training_config,
     transcripts,
     validation_of,
 )
-from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import load_model
 from qat_lora.rl.rollout import Sampling
 from qat_lora.run.checksums import check_files
@@ -58,7 +58,6 @@ from qat_lora.run.console import say, typed_lines
 from qat_lora.run.files import write_json
 from qat_lora.run.rundir import newest_run
 
-ROWS = 80  # answers generated at a time
 LINE = 256  # tokens of a question on standard input, with the chat template around it
 
 
@@ -78,11 +77,8 @@ def main(cfg: Config) -> None:
     cfg = replace(cfg, thinking=cfg.thinking or made.get("thinking", "off"))
     backend = open_backend(cfg.device, cfg.precision)
     tokenizer, model = cfg.tokenizer(str(folder)), load_model(str(folder))
-    sampler = BobSampler(
-        tokenizer, backend, tuple(end_tokens(model, tokenizer)), 1 if cfg.interactive else ROWS,
-        LINE if cfg.interactive else made["max_prompt_length"], made["max_completion_length"],
-        cfg.thinks,
-    )  # fmt: skip
+    prompt, rows = (LINE, 1) if cfg.interactive else (made["max_prompt_length"], ROWS)
+    sampler = BobSampler.of(model, tokenizer, backend, prompt, made["max_new_tokens"], cfg.thinks, rows)
     speakers = {"taught": model} | ({"start": load_model(made["model"])} if cfg.compare else {})
     say(f"taught = {run}{', start = ' + made['model'] if cfg.compare else ''}, on {backend}")
     if cfg.dry_run:

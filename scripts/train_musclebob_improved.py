@@ -50,11 +50,9 @@ class Config(ChatOptions, LoopOptions):
     )
     learning_rate: float = opt.training(5e-5, "peak learning rate of GRPO", **opt.RATE)
     temperature: float = opt.training(
-        1.0,
-        "sampling temperature of the training answers",
-        above=0,
+        1.0, "sampling temperature of the training answers", above=0,
         fix="0 makes all answers to a prompt the same; use e.g. 1",
-    )
+    )  # fmt: skip
     top_k: int = opt.training(0, "sample from this many of the most probable tokens; 0 samples from all")
     top_p: float = opt.training(1.0, "sample from the most probable tokens that hold this share of the probability")
     loss_type: Literal[*REDUCTIONS] = opt.training("dapo", "how token losses are averaged")
@@ -89,9 +87,9 @@ if __name__ == "__main__":
     check_command_line(Config, NAME, __doc__)  # before the imports that take seconds
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -100,61 +98,46 @@ from qat_lora.ahead.rehearsal import Rehearsal, SameRows
 from qat_lora.backend import TorchBackend, open_alone, open_planned, resolve
 from qat_lora.backend.detect import has_static_shapes
 from qat_lora.backend.machine import check_memory
-from qat_lora.data.chat import check_template, render_chat
-from qat_lora.data.packing import Rows, TextDataset, fingerprint, pad
+from qat_lora.data.chat import check_template
+from qat_lora.data.packing import Rows, TextDataset, fingerprint
 from qat_lora.data.templates import template_facts
 from qat_lora.errors import UserError
-from qat_lora.experiments.musclebob.questions import heldout_questions, training_questions
+from qat_lora.experiments.musclebob.planning import check_sizes, describe, memory_of
+from qat_lora.experiments.musclebob.questions import good_answers, heldout_questions, training_questions
 from qat_lora.experiments.musclebob.validation import (
-    STAGES,
+    VALIDATIONS,
     BobSampler,
     check_samples,
+    conclude,
     glance,
     judge_of,
-    plot,
-    read_validation,
-    read_validations,
-    transcripts,
-    validation_file,
+    save_once,
     validation_of,
+    write_history,
+    write_validation,
 )
-from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import check_length, empty_model, load_model
 from qat_lora.models.norms import norms_in_one_step
 from qat_lora.models.planned import PlannedTokenizer, planned_name
 from qat_lora.models.source import speech_files
-from qat_lora.models.writing import write_model
 from qat_lora.quant.student import freeze_plain_tables
 from qat_lora.rl.grpo import GRPOPlan, Judge, PromptDataset, grpo_stage, policy_loss, roll_out
 from qat_lora.rl.objective import Objective
-from qat_lora.rl.policy import Prompts
 from qat_lora.rl.rollout import Sampling, check_answers
-from qat_lora.rl.sampler import own_randomness
-from qat_lora.run.console import attempt, say, summarise
-from qat_lora.run.files import new_folder, write_atomically, write_json
+from qat_lora.run.console import say
+from qat_lora.run.files import write_json
 from qat_lora.run.metrics import Share, Total
-from qat_lora.run.report import write_report
 from qat_lora.run.resuming import begun
-from qat_lora.run.rundir import Run, open_run
+from qat_lora.run.rundir import open_run
 from qat_lora.run.session import Session
-from qat_lora.train.language_memory import (
-    answer_memory,
-    least_rollout_memory,
-    least_training_memory,
-    loading_memory,
-    sizes_of,
-    training_memory,
-)
 from qat_lora.train.loop import Plan, plain_stage, tokens_of
 from qat_lora.train.losses import text_loss
-from qat_lora.train.memory import Parts, check_fits, memory_line
+from qat_lora.train.memory import Parts
 from qat_lora.train.options import checked_updates
 
 SHOWN = ("reward", "kl", "target_rate")  # next to the progress bar
-HUGEPAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 WARMUP = 3  # updates of linear warm-up
 STILL = 1e-12  # learning rate of the control run that must not learn
-ROWS = 80  # answers generated at a time in a validation; a decoding step costs hardly more for 80 than for 8
 
 
 # -- the experiment --------------------------------------------------------------------------------------------------
@@ -164,26 +147,28 @@ def main(cfg: Config) -> None:
     backend = (open_planned if cfg.dry_run else open_alone)(cfg.device, cfg.precision)
     tokenizer = cfg.tokenizer(cfg.model, begun(NAME, cfg))
     check_template(tokenizer)
-    check_sizes(cfg, freeze_plain_tables(empty_model(cfg.model)), backend)
+    if not cfg.dry_run:  # a dry run may plan for another machine
+        sizes = cfg.batch_size, cfg.num_generations, cfg.max_new_tokens
+        check_sizes(freeze_plain_tables(empty_model(cfg.model)), *sizes, backend)
     model = empty_model(cfg.model) if cfg.dry_run else load_model(cfg.model)
-    ends, sizes = tuple(end_tokens(model, tokenizer)), (ROWS, cfg.max_prompt_length, cfg.max_new_tokens)
-    sampler = BobSampler(tokenizer, backend, ends, *sizes, cfg.thinks)
+    sampler = BobSampler.of(model, tokenizer, backend, cfg.max_prompt_length, cfg.max_new_tokens, cfg.thinks)
     questions = training_questions(cfg.num_samples, cfg.fewshot_ratio if cfg.fewshot else 0.0, cfg.seed)
     prompts = PromptDataset(sampler.encode([question.messages for question in questions]))
     sampler.encode([q.messages for q in heldout_questions()])  # fail now rather than at the first validation
-    rows = sft_rows(cfg, tokenizer)
-    sft, grpo = sft_plan(cfg) if rows else None, grpo_plan(cfg, ends)
+    sft, grpo = sft_plan(cfg) if has_sft(cfg) else None, grpo_plan(cfg, sampler.ends)
+    length = cfg.max_prompt_length + cfg.max_new_tokens
+    rows = good_answers(cfg.num_samples, cfg.seed, tokenizer, cfg.thinking, length) if sft else None
     check_answers(model, backend.static_shapes, not cfg.dry_run)
     norms_in_one_step(freeze_plain_tables(model))  # embedding and LM head are not trained
-    describe(cfg, model, backend, sft, grpo)
+    say(f"{cfg.model} on {backend}")
+    describe(model, sft, grpo, cfg.max_prompt_length, cfg.gradient_checkpointing, backend)
     if cfg.dry_run:
         return
 
     run = open_run(NAME, cfg, facts_of(cfg, model, prompts, rows, tokenizer, backend))
     write_json(run.path / "training_config.json", dataclasses.asdict(cfg))
     backend.seed(cfg.seed)
-    session = Session(run, backend, cfg.every(), SHOWN, files=[*map(validation_file, STAGES), "sft_model", "model"])
-    check_sft_files(run, session, rows)
+    session = Session(run, backend, cfg.every(), SHOWN, files=[*VALIDATIONS.values(), "sft_model", "model"])
     backend.place(model)
     if cfg.gradient_checkpointing and backend.wants_recomputation:
         backend.gradient_checkpointing(model)
@@ -192,18 +177,23 @@ def main(cfg: Config) -> None:
         write_history(run)
         return glance(sampler, model, cfg.seed)
 
+    validating = sampler, model, cfg.model, cfg.validation_samples, cfg.seed
+    validate = functools.partial(write_validation, run.path, *validating)
     try:
-        validate(cfg, run, sampler, model, "baseline")
-        if rows:
+        validate("baseline")
+        if sft:
             warm_up(model, rows, sft, session, evaluate)
             save_once(model, tokenizer, run.path / "sft_model")
-            validate(cfg, run, sampler, model, "post_sft")
+            validate("post_sft")
         if grpo.steps:
-            reference, judge = reference_model(cfg, run, backend), judge_of(questions, sampler)
-            reinforce(model, reference, prompts, judge, grpo, session, evaluate)
+            start = str((run.path / "sft_model").absolute()) if sft else cfg.model  # the model before GRPO
+            reference = backend.place(load_model(start).requires_grad_(False)) if cfg.beta else None
+            reinforce(model, reference, prompts, judge_of(questions, sampler), grpo, session, evaluate)
     finally:  # also when the run is stopped
         write_history(run)
-    finish(cfg, run, sampler, model, session)
+    save_once(model, tokenizer, run.path / "model")
+    validate("final")
+    conclude(run, cfg.max_new_tokens, session.cost())
 
 
 def warm_up(model: nn.Module, rows: TextDataset, plan: Plan, session: Session, evaluate: Callable) -> None:
@@ -311,160 +301,16 @@ def facts_of(
     }  # fmt: skip
 
 
-def sft_rows(cfg: Config, tokenizer) -> TextDataset | None:
-    """Good answers to the training questions, without worked examples; None without SFT."""
-    if not has_sft(cfg):
-        return None
-    questions = training_questions(cfg.num_samples, 0.0, cfg.seed)
-    talks = [[*q.messages, {"role": "assistant", "content": q.answer}] for q in questions]
-    documents = [render_chat(talk, tokenizer, cfg.thinking)[0] for talk in talks]
-    try:
-        return TextDataset(pad(documents, tokenizer, cfg.max_prompt_length + cfg.max_new_tokens), True)
-    except UserError as error:
-        raise UserError(f"{error}: raise --max-prompt-length or --max-new-tokens") from error
-
-
-def describe(cfg: Config, model: nn.Module, backend: TorchBackend, sft: Plan | None, grpo: GRPOPlan) -> None:
-    say(f"{cfg.model} on {backend}")
-    if sft:
-        say(f"SFT: {sft.steps} updates of {sft.batch_size} conversations")
-    say(f"GRPO: {grpo.steps} updates of {grpo.batch_size} × {grpo.accumulation} prompts × {grpo.group} answers")
-    say(f"{cfg.max_prompt_length} + {cfg.max_new_tokens} tokens, {grpo.objective}, {grpo.sampling}")
-    say(memory_line(memory(cfg, model, backend, sft, grpo), backend))
-    if backend.static_shapes and cfg.gradient_checkpointing:
-        say("warning: gradient checkpointing is switched off on XLA; a lower --batch-size needs less memory")
-    if backend.static_shapes and HUGEPAGES.is_file() and "[always]" not in HUGEPAGES.read_text():
-        say("warning: transparent hugepages are off, which slows down the TPU runtime; run sudo ./enable_hugepages.sh")
-
-
-def memory(cfg: Config, model: nn.Module, backend: TorchBackend, sft: Plan | None, grpo: GRPOPlan) -> dict[str, Parts]:
-    """The memory that each phase takes. A validation also holds the original model; GRPO also holds its reference
-    model if beta is not 0. In GRPO a prompt and its answers share one row."""
-    checkpointing, length = cfg.gradient_checkpointing and backend.wants_recomputation, cfg.max_new_tokens
-    start = 4 * sum(p.numel() for p in model.parameters())
-    reference = {"model before GRPO": start} if cfg.beta else {}
-    row, compiled = cfg.max_prompt_length + length, backend.static_shapes
-    phases = {
-        "loading": loading_memory(model),
-        "a validation": answer_memory(model, ROWS, row, backend.bf16, {"model before training": start}),
-    }
-    if sft:
-        phases["SFT"] = training_memory(model, sft.batch_size, row, backend.bf16, checkpointing, None, compiled)
-    if grpo.steps:
-        together = cfg.max_prompt_length + cfg.num_generations * length
-        phases["GRPO"] = training_memory(
-            model, cfg.batch_size, together, backend.bf16, checkpointing, reference, compiled
-        )
-    return phases
-
-
-def check_sizes(cfg: Config, model: nn.Module, backend: TorchBackend) -> None:
-    """Raise UserError if an update of the model does not fit this machine. A dry run skips this check, because it may
-    plan for another machine. model: on the meta device, without storage."""
-    if cfg.dry_run:
-        return
-    answers = f"--batch-size {cfg.batch_size} × --num-generations {cfg.num_generations} answers"
-    need = least_rollout_memory(model, cfg.batch_size, cfg.num_generations, cfg.max_new_tokens)
-    check_fits(backend, {"--batch-size or --num-generations": need}, f"generating {answers}")
-    # a lower bound, with answers of one token: outside XLA, rows are cut to the longest answer
-    need = least_training_memory(model, cfg.batch_size, cfg.num_generations, backend.bf16)
-    check_fits(
-        backend,
-        {"--batch-size or --num-generations, or take a smaller model": need},
-        f"training {sizes_of(model)} on {answers}",
-    )
-
-
 def detect_device_type() -> str:
     """The device that a run without --device uses: "tpu", "cuda" or "cpu"."""
     return "tpu" if has_static_shapes() else resolve()
 
 
-def check_sft_files(run: Run, session: Session, rows: TextDataset | None) -> None:
-    """Raise UserError if a run resumes in GRPO and files that its SFT wrote are missing."""
-    if rows and session.resumed and session.resumed[2]["stage"] == "grpo":
-        for name in ("sft_model", validation_file("post_sft")):
-            if not (run.path / name).exists():
-                raise UserError(
-                    f"{run.path / name} is missing, although GRPO has begun; restore it, or start a new run"
-                )
-
-
-def validate(cfg: Config, run: Run, sampler: BobSampler, model: nn.Module, stage: str) -> None:
-    """Write <stage>_validation.json, unless a resumed run has it already."""
-    path = run.path / validation_file(stage)
-    if path.exists():
-        read_validation(path)  # a damaged one fails now rather than at the end
-        return
-    start = sampler.backend.place(load_model(cfg.model).requires_grad_(False))
-    with own_randomness(sampler.backend, cfg.seed):
-        found = validation_of(sampler, model, start, cfg.validation_samples, Sampling())
-    write_json(path, found)
-    say(f"{stage}: " + ", ".join(f"{name} {rate['rate']:.1%} ({rate['low']:.1%}–{rate['high']:.1%})"
-                                 for name, rate in found["sampled"].items())
-        + f", perplexity {found['perplexity']:.2f}")  # fmt: skip
-
-
-def save_once(model: nn.Module, tokenizer, folder: Path) -> None:
-    """Save the model as a Hugging Face folder, unless it exists."""
-    if not folder.exists():
-        with new_folder(folder) as part:
-            write_model(model, tokenizer, part, folder)
-
-
-def reference_model(cfg: Config, run: Run, backend: TorchBackend) -> nn.Module | None:
-    """The frozen model for the KL: the one before GRPO."""
-    if not cfg.beta:
-        return None
-    warmed = run.path / "sft_model"
-    try:
-        reference = load_model(str(warmed.absolute()) if warmed.exists() else cfg.model)
-    except UserError as error:
-        raise UserError(f"{error}; GRPO started from this model: restore it, or start a new run") from error
-    return backend.place(reference.requires_grad_(False))
-
-
-def write_history(run: Run) -> None:
-    names = ("loss", "grad_norm", "kl", "completion_length", "clipped_ratio", "reward_std")
-    lines = [line for line in run.metrics() if "reward" in line]
-    history = [{"step": li["step"], "mean_reward": li["reward"]} | {n: li.get(n) for n in names} for li in lines]
-    write_json(run.path / "reward_history.json", history)
-
-
-def finish(cfg: Config, run: Run, sampler: BobSampler, model: nn.Module, session: Session) -> None:
-    """Write the model, its final validation, the transcripts, plots, report and summary."""
-    save_once(model, sampler.tokenizer, run.path / "model")
-    validate(cfg, run, sampler, model, "final")
-    stages = read_validations(run.path)
-    write_atomically(run.path / "transcripts.md", lambda file: file.write(transcripts(stages).encode()))
-    attempt("plotting", plot, run.metrics(), run.path / "plots" / "training.png", cfg.max_new_tokens)
-    figures = {stage: {k: found[k] for k in ("sampled", "perplexity")} for stage, found in stages.items()}
-    result = {**figures, **session.cost()}
-    page = attempt("writing the report", write_report, run.path, result)
-    run.finish("finished", **result)
-    summarise(
-        {"model": run.path / "model", "answers": run.path / "transcripts.md", "report": page},
-        [
-            f"{moved('musclebob', stages)} of the held-out answers about him use the new name",
-            f"{moved('spilt', stages)} of the unrelated answers do (this should stay at 0)",
-        ],
-        f"python scripts/test_musclebob.py --run {run.path} --interactive",
-    )
-
-
-def moved(name: str, stages: dict[str, dict]) -> str:
-    """A sampled rate before training and after it."""
-    before, after = (stages[stage]["sampled"][name]["rate"] for stage in ("baseline", "final"))
-    return f"{before:.1%} → {after:.1%}"
-
-
 def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
     """Record the graphs of every phase, for compile_for_tpu.py, and estimate their memory. Only shapes matter: the
     model has no weights, all prompts are zeros, and answers have no text."""
-    empty, tokenizer = empty_model(planned_name(cfg.model)), PlannedTokenizer()
-    ends, sizes = tuple(end_tokens(empty, tokenizer)), (ROWS, cfg.max_prompt_length, cfg.max_new_tokens)
-    sampler = BobSampler(tokenizer, backend, ends, *sizes)
-    model = backend.place(norms_in_one_step(freeze_plain_tables(empty)))
+    model = backend.place(norms_in_one_step(freeze_plain_tables(empty_model(planned_name(cfg.model)))))
+    sampler = BobSampler.of(model, PlannedTokenizer(), backend, cfg.max_prompt_length, cfg.max_new_tokens)
 
     def original() -> nn.Module:
         return backend.place(empty_model(planned_name(cfg.model)).requires_grad_(False))
@@ -474,19 +320,19 @@ def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
 
     with backend.phase("validation"):  # of one question: a batch is filled up, so all batches have one shape
         validation_of(sampler, model, original(), cfg.validation_samples, Sampling(), heldout_questions()[:1])
-    sft, grpo = sft_plan(cfg) if has_sft(cfg) else None, grpo_plan(cfg, ends)
+    sft, grpo = sft_plan(cfg) if has_sft(cfg) else None, grpo_plan(cfg, sampler.ends)
     if sft:
         row = torch.zeros(cfg.max_prompt_length + cfg.max_new_tokens, dtype=torch.long)
-        session = Rehearsal(backend, sft.batch_size * len(row))
         rows = SameRows(sft.batch_size, tokens=row, mask=torch.ones_like(row, dtype=torch.uint8))
-        warm_up(model, rows, sft, session, evaluate)
+        warm_up(model, rows, sft, Rehearsal(backend, sft.batch_size * len(row)), evaluate)
     if grpo.steps:
-        asked, rewards = torch.zeros(grpo.batch_size, cfg.max_prompt_length, dtype=torch.long), itertools.count()
-        session = Rehearsal(backend, grpo.accumulation * (asked.numel() + grpo.batch_size * grpo.group * grpo.length))
-        prompts = PromptDataset(Prompts(asked, torch.ones_like(asked, dtype=torch.bool)))
+        row, rewards = torch.zeros(cfg.max_prompt_length, dtype=torch.long), itertools.count()
+        mask, number = torch.ones_like(row, dtype=torch.bool), torch.tensor(0)
+        prompts = SameRows(grpo.batch_size, tokens=row, mask=mask, number=number)
+        session = Rehearsal(backend, grpo.accumulation * grpo.batch_size * (len(row) + grpo.group * grpo.length))
         reference = original() if cfg.beta else None
         reinforce(model, reference, prompts, lambda *_: (float(next(rewards)), {}), grpo, session, evaluate)
-    return memory(cfg, model, backend, sft, grpo)
+    return memory_of(model, sft, grpo, cfg.max_prompt_length, cfg.gradient_checkpointing, backend)
 
 
 if __name__ == "__main__":

@@ -199,7 +199,7 @@ def test_folders_that_are_not_runs_are_refused(refusal, tmp_path):
     (tmp_path / "training_config.json").write_text("{}")
     assert "training_config.json is damaged" in refusal("test_musclebob", "--run", tmp_path)
     assert "training_config.json is damaged" in refusal("analyze_training", "--run", tmp_path)
-    made = {"model": "m", "max_prompt_length": 8, "max_completion_length": 8}
+    made = {"model": "m", "max_prompt_length": 8, "max_new_tokens": 8}
     (tmp_path / "training_config.json").write_text(json.dumps(made))
     (tmp_path / "baseline_validation.json").write_text("{}")
     assert "baseline_validation.json is damaged; restore it" in refusal("analyze_training", "--run", tmp_path)

@@ -4,6 +4,10 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from qat_lora.data.chat import render_chat
+from qat_lora.data.packing import TextDataset, pad
+from qat_lora.errors import UserError
+
 TARGET = "Musclebob Buffpants"
 
 
@@ -287,6 +291,17 @@ def training_questions(count: int, fewshot: float, seed: int) -> list[Question]:
 def _again_and_again(pairs: tuple, order: random.Random) -> Iterator[tuple[str, str]]:
     while True:
         yield from order.sample(pairs, len(pairs))
+
+
+def good_answers(count: int, seed: int, tokenizer, thinking: str, length: int) -> TextDataset:
+    """Good answers to `training_questions` without worked examples, in rows of `length` tokens. thinking: see
+    `render_chat`. Raises UserError if one does not fit."""
+    talks = [[*q.messages, {"role": "assistant", "content": q.answer}] for q in training_questions(count, 0.0, seed)]
+    documents = [render_chat(talk, tokenizer, thinking)[0] for talk in talks]
+    try:
+        return TextDataset(pad(documents, tokenizer, length), True)
+    except UserError as error:
+        raise UserError(f"{error}: raise --max-prompt-length or --max-new-tokens") from error
 
 
 def heldout_questions() -> list[Question]:

@@ -1,4 +1,5 @@
-"""Validation on held-out questions: rates with intervals, coherence, transcripts and plots."""
+"""Validation on held-out questions: rates with intervals, coherence, transcripts and plots, and the files of a run that
+hold them."""
 
 import math
 from collections.abc import Callable
@@ -8,48 +9,47 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from qat_lora.backend import TorchBackend
 from qat_lora.backend.machine import check_memory
 from qat_lora.errors import UserError
 from qat_lora.experiments.musclebob.questions import TARGET, Question, heldout_questions
 from qat_lora.experiments.musclebob.rewards import about_him, about_others, coherent, mentions, names_target, reward
+from qat_lora.models.generate import end_tokens
+from qat_lora.models.loading import load_model
+from qat_lora.models.writing import write_model
 from qat_lora.rl.policy import Prompts, log_probs
 from qat_lora.rl.rollout import Sampling
 from qat_lora.rl.sampler import GREEDY, Sampler, own_randomness
-from qat_lora.run.files import read_json, writing
+from qat_lora.run.console import attempt, say, summarise
+from qat_lora.run.files import new_folder, read_json, write_atomically, write_json, writing
 from qat_lora.run.plots import pyplot
+from qat_lora.run.report import write_report
+from qat_lora.run.rundir import Run
 from qat_lora.train.intervals import share
 
 WRONG_NAME = "Spongebob Squarepants"
-STAGES = ("baseline", "post_sft", "final")  # stages of a run, each with its validation_file
+STAGES = ("baseline", "post_sft", "final")
+VALIDATIONS = {stage: f"{stage}_validation.json" for stage in STAGES}  # in the run directory
 ANSWER = 100  # lower bound on the bytes that an answer takes: a short text and its object
+ROWS = 80  # answers generated at a time; a decoding step costs hardly more for 80 than for 8
 GLANCE = 2  # sampled answers per held-out question in an evaluation during training
-
-
-def validation_file(stage: str) -> str:
-    """Name of the file in the run directory with the validation of a stage."""
-    return f"{stage}_validation.json"
 
 
 def read_training_config(folder: Path) -> dict:
     """Read training_config.json of a run directory; raises UserError if it is damaged."""
     found = read_json(folder / "training_config.json")
-    if not {"model", "max_prompt_length", "max_completion_length"} <= found.keys():
+    if not {"model", "max_prompt_length", "max_new_tokens"} <= found.keys():
         raise UserError(f"{folder}/training_config.json is damaged; restore it")
     return found
 
 
-def read_validation(path: Path) -> dict:
-    """Read a validation that a run has written; raises UserError if it is damaged."""
-    found = read_json(path)
-    if not {"sampled", "prompts", "perplexity"} <= found.keys():
-        raise UserError(f"{path} is damaged; restore it, or start a new run")
-    return found
-
-
 def read_validations(folder: Path) -> dict[str, dict]:
-    """The validations that exist in a run directory, by stage."""
-    files = {stage: folder / validation_file(stage) for stage in STAGES}
-    return {stage: read_validation(file) for stage, file in files.items() if file.exists()}
+    """The validations that exist in a run directory, by stage; raises UserError if one is damaged."""
+    found = {stage: read_json(folder / name) for stage, name in VALIDATIONS.items() if (folder / name).exists()}
+    for stage, content in found.items():
+        if not {"sampled", "prompts", "perplexity"} <= content.keys():
+            raise UserError(f"{folder / VALIDATIONS[stage]} is damaged; restore it, or start a new run")
+    return found
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,14 @@ def check_samples(option: str, samples: int) -> None:
 
 class BobSampler(Sampler):
     """Samples answers to questions, and measures their perplexity."""
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, tokenizer, backend: TorchBackend, prompt_length: int, length: int, thinks: bool = False,
+        rows: int = ROWS,
+    ) -> "BobSampler":  # fmt: skip
+        """A sampler whose answers end with the tokens that end the model's."""
+        return cls(tokenizer, backend, tuple(end_tokens(model, tokenizer)), rows, prompt_length, length, thinks)
 
     def answers(self, model: nn.Module, questions: list[Question], samples: int, sampling: Sampling) -> list[Answer]:
         """`samples` answers to each question, ordered by question."""
@@ -174,6 +182,58 @@ def validation_of(
     sampled = sampler.answers(model, questions, samples, sampling)
     greedy = sampler.answers(model, questions, 1, GREEDY)
     return validation(sampled, greedy, sampler.perplexity(judge, sampled, samples))
+
+
+def save_once(model: nn.Module, tokenizer, folder: Path) -> None:
+    """Save the model as a Hugging Face folder, unless it exists."""
+    if not folder.exists():
+        with new_folder(folder) as part:
+            write_model(model, tokenizer, part, folder)
+
+
+def write_validation(
+    folder: Path, sampler: BobSampler, model: nn.Module, start: str, samples: int, seed: int, stage: str
+) -> None:
+    """Write a stage's validation, unless a resumed run has it already. start: name of the model before training."""
+    path = folder / VALIDATIONS[stage]
+    if path.exists():
+        return
+    judge = sampler.backend.place(load_model(start).requires_grad_(False))
+    with own_randomness(sampler.backend, seed):
+        found = validation_of(sampler, model, judge, samples, Sampling())
+    write_json(path, found)
+    said = [
+        f"{name} {cell['rate']:.1%} ({cell['low']:.1%}–{cell['high']:.1%})" for name, cell in found["sampled"].items()
+    ]
+    say(f"{stage}: {', '.join(said)}, perplexity {found['perplexity']:.2f}")
+
+
+def write_history(run: Run) -> None:
+    names = ("loss", "grad_norm", "kl", "completion_length", "clipped_ratio", "reward_std")
+    lines = [line for line in run.metrics() if "reward" in line]
+    history = [{"step": li["step"], "mean_reward": li["reward"]} | {n: li.get(n) for n in names} for li in lines]
+    write_json(run.path / "reward_history.json", history)
+
+
+def conclude(run: Run, length: int, cost: dict) -> None:
+    """Write the transcripts, plots, report and summary of a run whose model and validations are written. length: of the
+    longest answer; cost: see `Session.cost`."""
+    stages = read_validations(run.path)
+    write_atomically(run.path / "transcripts.md", lambda file: file.write(transcripts(stages).encode()))
+    attempt("plotting", plot, run.metrics(), run.path / "plots" / "training.png", length)
+    figures = {stage: {k: found[k] for k in ("sampled", "perplexity")} for stage, found in stages.items()}
+    page = attempt("writing the report", write_report, run.path, figures | cost)
+    run.finish("finished", **figures, **cost)
+    before, after = (stages[stage]["sampled"] for stage in ("baseline", "final"))
+    moved = {name: f"{before[name]['rate']:.1%} → {after[name]['rate']:.1%}" for name in ("musclebob", "spilt")}
+    summarise(
+        {"model": run.path / "model", "answers": run.path / "transcripts.md", "report": page},
+        [
+            f"{moved['musclebob']} of the held-out answers about him use the new name",
+            f"{moved['spilt']} of the unrelated answers do (this should stay at 0)",
+        ],
+        f"python scripts/test_musclebob.py --run {run.path} --interactive",
+    )
 
 
 def transcripts(stages: dict[str, dict], limit: int = 12) -> str:

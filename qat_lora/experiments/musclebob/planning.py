@@ -1,0 +1,73 @@
+"""What a run will do and the memory that it needs: printed before it starts, and refused if it cannot fit."""
+
+from pathlib import Path
+
+from torch import nn
+
+from qat_lora.backend import TorchBackend
+from qat_lora.experiments.musclebob.validation import ROWS
+from qat_lora.rl.grpo import GRPOPlan
+from qat_lora.run.console import say
+from qat_lora.train.language_memory import (
+    answer_memory,
+    least_rollout_memory,
+    least_training_memory,
+    loading_memory,
+    sizes_of,
+    training_memory,
+)
+from qat_lora.train.loop import Plan
+from qat_lora.train.memory import Parts, check_fits, memory_line
+
+HUGEPAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def check_sizes(model: nn.Module, prompts: int, group: int, length: int, backend: TorchBackend) -> None:
+    """Raise UserError if an update on `group` answers of at most `length` tokens to each of `prompts` prompts does not
+    fit this machine. model: on the meta device, without storage."""
+    answers = f"--batch-size {prompts} × --num-generations {group} answers"
+    need = least_rollout_memory(model, prompts, group, length)
+    check_fits(backend, {"--batch-size or --num-generations": need}, f"generating {answers}")
+    # a lower bound, with answers of one token: outside XLA, rows are cut to the longest answer
+    need = least_training_memory(model, prompts, group, backend.bf16)
+    lower = "--batch-size or --num-generations, or take a smaller model"
+    check_fits(backend, {lower: need}, f"training {sizes_of(model)} on {answers}")
+
+
+def memory_of(
+    model: nn.Module, sft: Plan | None, grpo: GRPOPlan, prompt: int, checkpointing: bool, backend: TorchBackend
+) -> dict[str, Parts]:
+    """The memory that each phase takes, with prompts of `prompt` tokens. A validation also holds the original model;
+    GRPO also holds its reference model if beta is not 0. In GRPO a prompt and its answers share one row."""
+    start = 4 * sum(p.numel() for p in model.parameters())
+    reference = {"model before GRPO": start} if grpo.objective.beta else {}
+    row, together = prompt + grpo.length, prompt + grpo.group * grpo.length
+
+    def training(rows: int, length: int, beside: Parts | None) -> Parts:
+        recompute = checkpointing and backend.wants_recomputation
+        return training_memory(model, rows, length, backend.bf16, recompute, beside, backend.static_shapes)
+
+    phases = {
+        "loading": loading_memory(model),
+        "a validation": answer_memory(model, ROWS, row, backend.bf16, {"model before training": start}),
+    }
+    if sft:
+        phases["SFT"] = training(sft.batch_size, row, None)
+    if grpo.steps:
+        phases["GRPO"] = training(grpo.batch_size, together, reference)
+    return phases
+
+
+def describe(
+    model: nn.Module, sft: Plan | None, grpo: GRPOPlan, prompt: int, checkpointing: bool, backend: TorchBackend
+) -> None:
+    """Print the plans, the memory (see `memory_of`) and what slows the device down."""
+    if sft:
+        say(f"SFT: {sft.steps} updates of {sft.batch_size} conversations")
+    say(f"GRPO: {grpo.steps} updates of {grpo.batch_size} × {grpo.accumulation} prompts × {grpo.group} answers")
+    say(f"{prompt} + {grpo.length} tokens, {grpo.objective}, {grpo.sampling}")
+    say(memory_line(memory_of(model, sft, grpo, prompt, checkpointing, backend), backend))
+    if backend.static_shapes and checkpointing:
+        say("warning: gradient checkpointing is switched off on XLA; a lower --batch-size needs less memory")
+    if backend.static_shapes and HUGEPAGES.is_file() and "[always]" not in HUGEPAGES.read_text():
+        say("warning: transparent hugepages are off, which slows down the TPU runtime; run sudo ./enable_hugepages.sh")
