@@ -68,6 +68,7 @@ class Config(ChatOptions, LoopOptions):
     gradient_checkpointing: bool = opt.training(
         True, "recompute each block in the backward pass (CUDA only): less memory, more time", identity=False
     )
+    compile: Literal["auto", "on", "off"] = opt.with_default(BatchOptions, "compile", "auto")
     control: Literal["none", "shuffled", "still"] = opt.training(
         "none", "control run that must not learn: shuffled advantages, or a learning rate near 0 (still)"
     )
@@ -116,6 +117,7 @@ from qat_lora.experiments.musclebob.validation import (
     write_history,
     write_validation,
 )
+from qat_lora.models.compiling import set_up_blocks
 from qat_lora.models.loading import check_length, empty_model, load_model
 from qat_lora.models.norms import norms_in_one_step
 from qat_lora.models.planned import PlannedTokenizer, planned_name
@@ -170,8 +172,7 @@ def main(cfg: Config) -> None:
     backend.seed(cfg.seed)
     session = Session(run, backend, cfg.every(), SHOWN, files=[*VALIDATIONS.values(), "sft_model", "model"])
     backend.place(model)
-    if cfg.gradient_checkpointing and backend.wants_recomputation:
-        backend.gradient_checkpointing(model)
+    set_up_blocks(model, backend, cfg.gradient_checkpointing and backend.wants_recomputation, cfg.compile)
 
     def evaluate(step: int) -> dict[str, float]:
         write_history(run)
