@@ -94,7 +94,6 @@ from qat_lora.backend import TorchBackend, open_planned, planned_workers
 from qat_lora.backend.opening import launch
 from qat_lora.data.batches import first_batches
 from qat_lora.errors import UserError
-from qat_lora.export.gguf import export_formats
 from qat_lora.kd.dataset import KDCacheDataset, open_splits, planned_rows
 from qat_lora.kd.evaluation import heldout_figures
 from qat_lora.kd.training import QATPlan, kd_loss, qat_stage, target_entropy
@@ -209,6 +208,8 @@ def student_spec(cfg: Config) -> StudentSpec:
 
 def open_rows(cfg: Config, backend: TorchBackend, workers: int) -> tuple[KDCacheDataset, KDCacheDataset]:
     """The training and held-out rows of the cache. Prints the plan of the run, and checks that it fits in memory."""
+    from qat_lora.export.gguf import export_formats  # brings nine modules that nothing else here needs
+
     train, heldout = open_splits(cfg.cache_dir, cfg.model, load_tokenizer(cfg.model))
     cfg.check_rows(train, heldout, workers)
     spec = student_spec(cfg)

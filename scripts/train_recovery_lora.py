@@ -78,7 +78,6 @@ from qat_lora.data.batches import first_batches
 from qat_lora.data.packing import TextDataset, split_heldout
 from qat_lora.data.templates import template_facts
 from qat_lora.errors import UserError
-from qat_lora.export.gguf import export_formats
 from qat_lora.kd.dataset import open_splits, planned_rows
 from qat_lora.kd.evaluation import heldout_figures
 from qat_lora.kd.training import target_entropy
@@ -233,6 +232,8 @@ def make_anchor(cfg: Config, model: nn.Module, train: Dataset, backend: TorchBac
 
 def describe(cfg: Config, made: dict, train: Dataset, backend: TorchBackend, workers: int) -> None:
     """Print the plan of the run, and check that it fits in memory."""
+    from qat_lora.export.gguf import export_formats  # brings nine modules that nothing else here needs
+
     model = adapted(cfg, empty_student(made))
     values = adapter_values(model)
     say(f"{made['model']} as {StudentSpec(**made['spec'])} on {backend}")

@@ -24,7 +24,8 @@ import pytest  # what takes seconds is imported in fixtures: the process that ha
 # `make test-fast` deselects.
 DEEP = (
     "hosts/test_hosts", "backend/test_xla_deep", "repo/test_notebook", "ahead/test_aot_deep",
-    "repo/test_law_notebook", "hardware/test_checks", "hosts/test_rendezvous", "hosts/test_launch",
+    "repo/test_law_notebook", "ahead/test_recompiling", "hardware/test_checks", "hosts/test_rendezvous",
+    "hosts/test_launch",
     "backend/test_xla_workers", "benchmarks/test_qat_quality", "scripts/test_compile_for_tpu", "faults/test_faults",
 )  # fmt: skip
 SLOW = (
