@@ -88,8 +88,9 @@ class Session:
         self.seconds: dict[str, float] = {}  # {stage: seconds in its steps}, without evaluation, saving and start-up
         self.logged_seconds = 0.0
         self.resumed = load_checkpoint(run.path, backend.group) if run.resumed else None
-        if run.resumed:
-            backend.group.on_main(self._rewind)
+        if run.resumed:  # without a checkpoint, the run's files go back to its start
+            files, step = (self.resumed[2]["files"], self.resumed[2]["step"]) if self.resumed else ({}, 0)
+            backend.group.on_main(lambda: restore_files(run.path, files, self.files, step))
         if self.resumed:
             say(f"resuming at step {self.resumed[2]['step']} of stage {self.resumed[2]['stage']}")
 
@@ -142,12 +143,6 @@ class Session:
         memory = {"peak_memory_mb": round(max(self.backend.group.gather(self.backend.peak_memory_mb())), 1)}
         seconds = {stage: round(value, 1) for stage, value in self.seconds.items()}
         return {"seconds": seconds} | memory | self.backend.counters()
-
-    def _rewind(self) -> None:
-        """Restore the run's files to their state at the checkpoint or, without a checkpoint, at the start of the
-        run."""
-        meta = self.resumed[2] if self.resumed else {"files": {}, "step": 0}
-        restore_files(self.run.path, meta["files"], self.files, meta["step"])
 
     def _restore(self, stage: str, total: int, load) -> int:
         """The first step to run: 1, the step after the checkpoint, or total + 1 for a stage that is done."""
