@@ -42,4 +42,5 @@ def step_in_c(
     moves = room[: p.numel()].view(p.shape)
     numbers = [c_float(value) for value in (1 - betas[0], 1 - betas[1], size, eps)]
     agreeing = native.run("move_moments", (p.numel(),), grad, m, v, moves, *numbers)  # moves: 0 where they disagree
-    p.add_(moves, alpha=lr / max(agreeing / p.numel(), LEAST))
+    rate = lr / max(agreeing / p.numel(), LEAST)
+    p.add_(moves, alpha=min(rate, torch.finfo(p.dtype).max))

@@ -27,17 +27,17 @@ from qat_lora.models.check import check
 from qat_lora.models.gguf_settings import unread
 from qat_lora.models.identity import check_pickle, fingerprint, headers, tokenizer_fingerprint
 from qat_lora.models.multimodal import full_class, language_model, loads_as_text, text_class, text_config, text_part
-from qat_lora.models.packaged import EMBEDDED
+from qat_lora.models.packaged import EMBEDDED, PACKAGED
 from qat_lora.models.planned import is_planned
 from qat_lora.models.source import (
     TOKENIZERS,
+    absolute_name,
     check_source,
     config_json,
     file_of,
     files_key,
     is_hub,
     model_source,
-    origin_name,
     own_tokens,
     weight_files,
 )
@@ -207,7 +207,8 @@ def load_model(name: str) -> nn.Module:
         model.hf_quantizer = None
         model.is_quantized = False
     _settle_generation(name, model.generation_config)
-    model.config._name_or_path = model.name_or_path = origin_name(name)
+    origin = PACKAGED[name].hub if name in PACKAGED else absolute_name(name)  # where other programs find the model
+    model.config._name_or_path = model.name_or_path = origin
     model.fingerprint = model_fingerprint(name)
     check(model.eval())
     return model

@@ -75,12 +75,6 @@ def absolute_name(name: str) -> str:
     return str(path) if name not in PACKAGED and path.exists() else name
 
 
-def origin_name(name: str) -> str:
-    """The name by which other programs find the model: its absolute name, or its hub repository if it is in
-    PACKAGED."""
-    return PACKAGED[name].hub if name in PACKAGED else absolute_name(name)
-
-
 def file_of(name: str, file: str) -> Path | None:
     """A file of a folder or hub model, downloaded if necessary; None if it does not exist."""
     if not is_hub(name):

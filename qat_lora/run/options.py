@@ -12,9 +12,8 @@ from types import NoneType
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from qat_lora.backend.detect import DEVICES
-from qat_lora.errors import UserError
+from qat_lora.errors import UserError, load_package
 from qat_lora.hosts.relay import Timeouts
-from qat_lora.run.tracking import check_tracker
 
 GROUPS = {
     "model": "Model",
@@ -127,7 +126,8 @@ class RunConfig(ScriptConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_tracker(self.report_to)
+        if self.report_to != "none":
+            load_package(self.report_to, f"--report-to {self.report_to}", ", or leave the option out")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,9 +88,9 @@ class Session:
         self.seconds: dict[str, float] = {}  # {stage: seconds in its steps}, without evaluation, saving and start-up
         self.logged_seconds = 0.0
         self.resumed = load_checkpoint(run.path, backend.group) if run.resumed else None
-        if run.resumed:  # restore the run's files to their state at the checkpoint or, without one, at its start
-            meta = self.resumed[2] if self.resumed else {"files": {}, "step": 0}
-            backend.group.on_main(lambda: restore_files(run.path, meta["files"], self.files, meta["step"]))
+        if run.resumed:  # without a checkpoint, the run's files go back to its start
+            files, step = (self.resumed[2]["files"], self.resumed[2]["step"]) if self.resumed else ({}, 0)
+            backend.group.on_main(lambda: restore_files(run.path, files, self.files, step))
         if self.resumed:
             say(f"resuming at step {self.resumed[2]['step']} of stage {self.resumed[2]['stage']}")
 

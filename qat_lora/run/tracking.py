@@ -6,17 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from qat_lora.errors import load_package
 from qat_lora.run.files import read_json
 
 PROJECT = "qat_lora"  # project at Weights & Biases, unless WANDB_PROJECT names another
 Mirror = Callable[[int, dict[str, Any]], None]
-
-
-def check_tracker(name: str) -> None:
-    """Raise UserError if the package of a tracker cannot be imported."""
-    if name != "none":
-        load_package(name, f"--report-to {name}", ", or leave the option out")
 
 
 def open_tracker(name: str, folder: Path, config: dict[str, Any]) -> Mirror:
