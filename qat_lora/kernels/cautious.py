@@ -3,6 +3,7 @@
 import math
 from ctypes import c_float
 
+import torch
 from torch import Tensor
 
 from qat_lora.kernels import native
