@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -214,11 +215,10 @@ def _manifest(directory: Path, tokenizer: str | None) -> tuple[CacheSpec, dict]:
 
 def _v1_shards(directory: Path) -> list[tuple[str, dict]]:
     """The original project's files: meta.json and shard_NNNNN.pt, each read in full to count its rows."""
-    shards = []
-    for path in sorted(directory.glob("shard_*.pt")):
-        tensors = _read_v1(path)
-        shards.append((path.name, {"rows": len(tensors["tokens"]), "read": lambda path=path: _read_v1(path)}))
-    return shards
+    return [
+        (path.name, {"rows": len(_read_v1(path)["tokens"]), "read": partial(_read_v1, path)})
+        for path in sorted(directory.glob("shard_*.pt"))
+    ]
 
 
 def _read_v1(path: Path) -> dict[str, Tensor]:
