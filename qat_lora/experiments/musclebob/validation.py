@@ -25,7 +25,7 @@ from qat_lora.run.files import new_folder, read_json, write_atomically, write_js
 from qat_lora.run.plots import pyplot
 from qat_lora.run.report import write_report
 from qat_lora.run.rundir import Run
-from qat_lora.train.intervals import share
+from qat_lora.train.intervals import share, shown
 
 WRONG_NAME = "Spongebob Squarepants"
 STAGES = ("baseline", "post_sft", "final")
@@ -198,10 +198,7 @@ def write_validation(
     with own_randomness(sampler.backend, seed):
         found = validation_of(sampler, model, judge, samples, Sampling())
     write_json(path, found)
-    said = [
-        f"{name} {cell['rate']:.1%} ({cell['low']:.1%}–{cell['high']:.1%})" for name, cell in found["sampled"].items()
-    ]
-    say(f"{stage}: {', '.join(said)}, perplexity {found['perplexity']:.2f}")
+    say(f"{stage}: {shown(found['sampled'])}, perplexity {found['perplexity']:.2f}")
 
 
 def write_history(run: Run) -> None:
