@@ -148,8 +148,7 @@ def render_chat(messages: list[dict], tokenizer, thinking: str, given: int = 0) 
         text, ranges = _completions(messages, tokenizer, enabled, given)
         # If both texts are equal, keep the first: with thinking on, the prompt never ends later, so the completion
         # covers at least as much.
-        if text not in spans:
-            spans[text] = ranges
+        spans.setdefault(text, ranges)
     return [Document(text, ranges) for text, ranges in spans.items()]
 
 

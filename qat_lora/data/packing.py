@@ -135,16 +135,14 @@ def encode(document: Document, tokenizer) -> tuple[np.ndarray, np.ndarray]:
     are not targets. T = 0 for an empty text."""
     if not document.text:  # hub datasets keep blank lines as rows, and each would be one more EOS
         return np.zeros(0, np.int32), np.zeros(0, np.uint8)
-    whole = _encode_plain if document.spans is None else _encode_chat
-    ids, sections = whole(document, tokenizer)
+    if document.spans is None:
+        # verbose=False: long texts are cut into rows here, so the warning about the model's context would be wrong.
+        ids = tokenizer(document.text, add_special_tokens=False, verbose=False)["input_ids"] + [tokenizer.eos_token_id]
+        sections = [1] * len(ids)
+    else:
+        ids, sections = _encode_chat(document, tokenizer)
     check_ids(ids, tokenizer)
     return np.asarray(ids, np.int32), np.asarray(sections, np.uint8)
-
-
-def _encode_plain(document: Document, tokenizer) -> tuple[list[int], list[int]]:
-    # verbose=False: long texts are cut into rows here, so the warning about the model's context would be wrong.
-    ids = tokenizer(document.text, add_special_tokens=False, verbose=False)["input_ids"] + [tokenizer.eos_token_id]
-    return ids, [1] * len(ids)
 
 
 def _encode_chat(document: Document, tokenizer) -> tuple[list[int], list[int]]:

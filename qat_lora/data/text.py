@@ -6,7 +6,6 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
 
@@ -50,11 +49,15 @@ def _open(source: str, config: str | None, split: str, streaming: bool, fix: str
         return _hub_rows(source, config, split, streaming, fix)
     if split != "train":
         raise UserError(f'split="{split}" needs a hub dataset: "{source}" has no splits; leave split at "train"')
-    if source != EMBEDDED:
-        return _file_rows(path)
-    from pydoc_data.topics import topics
+    if source == EMBEDDED:
+        from pydoc_data.topics import topics
 
-    return ({"text": topics[key]} for key in sorted(topics))
+        return ({"text": topics[key]} for key in sorted(topics))
+    _check_file(path)
+    reader = FILE_READERS.get(path.suffix.lower())
+    if reader is None:
+        raise UserError(f'{path}: cannot read "{path.suffix}" files; supported: {_either(FILE_READERS)}')
+    return reader(path)
 
 
 def nfc(text: str) -> str:
@@ -77,14 +80,6 @@ def _check_file(path: Path) -> None:
         raise UserError(f"{path}: no such file; check the path")
     if path.is_dir():
         raise UserError(f"{path} is a folder; give a {_either(FILE_READERS)} file in it")
-
-
-def _file_rows(path: Path) -> Iterator[dict]:
-    _check_file(path)
-    reader = FILE_READERS.get(path.suffix.lower())
-    if reader is None:
-        raise UserError(f'{path}: cannot read "{path.suffix}" files; supported: {_either(FILE_READERS)}')
-    return reader(path)
 
 
 def is_txt(source: str) -> bool:
@@ -217,28 +212,22 @@ def _hub_rows(source: str, config: str | None, split: str, streaming: bool, fix:
     if fault and "/" not in source:
         # `datasets` takes names like "json" as a file format and reads files from the working directory.
         raise _hub_error(source, fault, fix)
+    before = datasets.config.HF_HUB_OFFLINE
     try:
-        with _offline(datasets.config) if fault else nullcontext():
-            yield from datasets.load_dataset(source, config, split=split, streaming=streaming)
+        # offline, `datasets` goes straight to its cache instead of retrying the hub first
+        datasets.config.HF_HUB_OFFLINE = before or fault is not None
+        yield from datasets.load_dataset(source, config, split=split, streaming=streaming)
     except (OSError, ValueError, RuntimeError, HTTPError, datasets.exceptions.DatasetsError) as error:
         # A ValueError means that a dataset was found (without the hub, in the cache) but not its split or config.
         reason = fault if fault and not isinstance(error, ValueError) else first_line(error)
         raise _hub_error(source, reason, fix) from error
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before
 
 
 def _hub_error(source: str, reason: str, fix: str | None) -> UserError:
     fix = fix or f'use "{EMBEDDED}" or a local {_either(FILE_READERS)} file'
     return UserError(f'cannot read "{source}" from the hub: {reason}; {fix}')
-
-
-@contextmanager
-def _offline(config):
-    """Within this context `datasets` is offline: it goes straight to its cache instead of retrying the hub first."""
-    before, config.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE, True
-    try:
-        yield
-    finally:
-        config.HF_HUB_OFFLINE = before
 
 
 def _either(names) -> str:

@@ -2,9 +2,11 @@
 
 import hashlib
 import re
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -214,11 +216,10 @@ def _manifest(directory: Path, tokenizer: str | None) -> tuple[CacheSpec, dict]:
 
 def _v1_shards(directory: Path) -> list[tuple[str, dict]]:
     """The original project's files: meta.json and shard_NNNNN.pt, each read in full to count its rows."""
-    shards = []
-    for path in sorted(directory.glob("shard_*.pt")):
-        tensors = _read_v1(path)
-        shards.append((path.name, {"rows": len(tensors["tokens"]), "read": lambda path=path: _read_v1(path)}))
-    return shards
+    return [
+        (path.name, {"rows": len(_read_v1(path)["tokens"]), "read": partial(_read_v1, path)})
+        for path in sorted(directory.glob("shard_*.pt"))
+    ]
 
 
 def _read_v1(path: Path) -> dict[str, Tensor]:
@@ -231,13 +232,11 @@ def _read_v1(path: Path) -> dict[str, Tensor]:
             f"cache shard {path} is damaged or not a v1 shard ({one_line(error)}); copy it again"
         ) from error
     pad = (0, 0, 0, 1)  # v1 has L−1 targets: the last position gets an empty one
-    prob = torch.nn.functional.pad(prob, pad)
-    entropy = -(prob * prob.clamp(min=1e-30).log()).sum(-1)
-    mask = torch.nn.functional.pad(attended[:, 1:], (0, 1))
+    prob = F.pad(prob, pad)
     return {
         "tokens": tokens,
-        "index": torch.nn.functional.pad(index, pad),
+        "index": F.pad(index, pad),
         "prob": prob,
-        "mask": mask,
-        "entropy": entropy,
+        "mask": F.pad(attended[:, 1:], (0, 1)),
+        "entropy": -(prob * prob.clamp(min=1e-30).log()).sum(-1),
     }

@@ -4,7 +4,7 @@ import warnings
 
 import torch
 from peft import LoraConfig, get_peft_model
-from peft.tuners.lora import LoraLayer, ParamWrapper
+from peft.tuners.lora import ParamWrapper
 from torch import Tensor, nn
 
 from qat_lora.backend import TorchBackend
@@ -81,15 +81,11 @@ def fit_to_error(model: nn.Module, base: nn.Module, batches: list[dict], precisi
         if isinstance(linear := layer.get_base_layer(), nn.Linear):
             if (moment := moments.get(f"{place}.base_layer")) is not None:  # else it is not quantised
                 error = base.get_submodule(place).weight - linear.weight
-                _start(layer, *low_rank(error, moment, layer.r["default"]))
+                b, a = low_rank(error, moment, layer.r["default"])  # of the adapter's rank or, if lower, the layer's
+                layer.lora_A["default"].weight[: len(a)] = a
+                layer.lora_B["default"].weight[:, : len(a)] = b / layer.scaling["default"]
         else:
             _start_experts(layer, base.get_parameter(place) - layer.get_param())
-
-
-def _start(layer: LoraLayer, b: Tensor, a: Tensor) -> None:
-    """Set B·A. Its rank is the adapter's or, if lower, the layer's."""
-    layer.lora_A["default"].weight[: len(a)] = a
-    layer.lora_B["default"].weight[:, : len(a)] = b / layer.scaling["default"]
 
 
 def _start_experts(layer: ParamWrapper, error: Tensor) -> None:

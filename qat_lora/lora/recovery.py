@@ -14,10 +14,9 @@ from qat_lora.quant.linear import quantized_layers
 from qat_lora.quant.student import head_of
 from qat_lora.run.session import Session
 from qat_lora.train.language_memory import loading_memory
-from qat_lora.train.loop import Plan, Stage, StageState, row_stream
+from qat_lora.train.loop import Plan, Stage, plain_stage
 from qat_lora.train.losses import text_loss
 from qat_lora.train.memory import Parts
-from qat_lora.train.optimizer import new_optimizer
 
 MODES = {"kd": kd_loss, "sft": text_loss, "recover": text_loss}
 
@@ -58,11 +57,7 @@ def recovery_stage(
     model: nn.Module, train: Dataset, plan: Plan, session: Session, evaluate: Callable[[int], dict]
 ) -> Stage:
     """A stage that trains the adapter of a placed PEFT model; gradients pass through the frozen student below it."""
-    backend = session.backend
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = new_optimizer([{"params": trained, "lr": plan.learning_rate}], backend)
-    stream = row_stream(train, plan, backend)
-    return Stage("recovery", session, plan, optimizer, stream, StageState(model, optimizer), evaluate)
+    return plain_stage("recovery", model, train, plan, session, evaluate)
 
 
 def fitting_memory(model: nn.Module) -> Parts:

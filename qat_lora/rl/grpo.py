@@ -1,7 +1,8 @@
 """GRPO: rollouts, their rewards, and the loss of an update."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -161,8 +162,5 @@ def grpo_stage(
     """A stage that trains a placed model's trainable parameters, one update per rollout. Its batches stay on the host,
     where answers are judged."""
     optimizer = new_optimizer(parameter_groups(model, plan.learning_rate, plan.learning_rate), session.backend)
-
-    def stream(first: int) -> Iterator[dict]:
-        return batches(train, plan.batch_size, plan.accumulation, plan.seed, first)
-
+    stream = partial(batches, train, plan.batch_size, plan.accumulation, plan.seed)
     return Stage("grpo", session, plan, optimizer, stream, StageState(model, optimizer), evaluate)

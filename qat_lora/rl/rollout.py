@@ -216,10 +216,8 @@ class _Slots:
         if self.slot is None:
             self.layers[layer] = [key, value]
             return key, value
-        keys, values = self.layers[layer]
-        return keys.index_copy_(2, self.slot, key.to(keys.dtype)), values.index_copy_(
-            2, self.slot, value.to(values.dtype)
-        )
+        pairs = zip(self.layers[layer], (key, value))
+        return tuple(slots.index_copy_(2, self.slot, new.to(slots.dtype)) for slots, new in pairs)
 
     def get_seq_length(self, layer: int = 0) -> int:
         return 0

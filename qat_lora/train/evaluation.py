@@ -145,12 +145,8 @@ def _window_sums(model, teacher, tokens: Tensor, mask: Tensor) -> list[Tensor]:
             logp = [head.finish(product[part]).log_softmax(-1) for head, (_, product) in zip(heads, blocks)]
             nll = nll - (logp[0].gather(1, labels[rows]).squeeze(1) * keep[rows]).sum()
             if teacher is not None:
-                kl = kl + (_divergence(*logp) * keep[rows]).sum()
+                mine, its = logp  # over the common vocabulary
+                if its.shape[1] > mine.shape[1]:
+                    its = its[:, : mine.shape[1]].log_softmax(-1)
+                kl = kl + ((its.exp() * (its - mine[:, : its.shape[1]])).sum(1) * keep[rows]).sum()
     return [nll, kl]
-
-
-def _divergence(mine: Tensor, its: Tensor) -> Tensor:
-    """KL(its ‖ mine) [n] from log-probabilities `mine` [n, V] and `its` [n, V'], over the common vocabulary."""
-    if its.shape[1] > mine.shape[1]:
-        its = its[:, : mine.shape[1]].log_softmax(-1)
-    return (its.exp() * (its - mine[:, : its.shape[1]])).sum(1)

@@ -23,3 +23,8 @@ def rate(hits: int, count: int) -> dict:
     """hits/count as a rate (0 if count is 0), its 95% confidence interval and the count."""
     low, high = wilson(hits, count)
     return {"rate": hits / count if count else 0.0, "low": low, "high": high, "count": count}
+
+
+def shown(rates: dict[str, dict]) -> str:
+    """Rates by name with their intervals, for the log."""
+    return ", ".join(f"{name} {r['rate']:.1%} ({r['low']:.1%}–{r['high']:.1%})" for name, r in rates.items())

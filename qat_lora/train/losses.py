@@ -73,13 +73,10 @@ class _SparseLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        grads = (None if g is None else _times(g, grad).to(kind) for g, kind in zip(ctx.saved_tensors, ctx.types))
-        return *grads, *(None,) * 6
-
-
-def _times(tensor: Tensor, factor: Tensor) -> Tensor:
-    """tensor · factor; the tensor itself if factor is 1, as for the loss of a micro-batch."""
-    return tensor if on_host(factor) and factor == 1 else tensor * factor
+        grads = ctx.saved_tensors
+        if not (on_host(grad) and grad == 1):  # it is 1 for the loss of a micro-batch
+            grads = [None if g is None else g * grad for g in grads]
+        return *(None if g is None else g.to(kind) for g, kind in zip(grads, ctx.types)), *(None,) * 6
 
 
 def log_probs_at(hidden: Tensor, head: Head | Tensor, index: Tensor) -> Tensor:

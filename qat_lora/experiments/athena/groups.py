@@ -40,12 +40,13 @@ class Groups:
         until it is full, with each puzzle's rows in random order, and only as many rows of the last puzzle as fit. If
         an epoch ends within an update, the update continues with the next epoch.
         """
-        epoch, at, picked, ends = 0, 0, np.zeros(0, np.intp), np.zeros(0, np.intp)  # at: index of the next puzzle
+        # before: the number of rows before each puzzle, and in all; at: index of the next puzzle
+        epoch, at, picked, before = 0, 0, np.zeros(0, np.intp), np.zeros(1, np.intp)
         for update in range(2**63):
-            while len(ends) == 0 or ends[-1] - _before(ends, at) < batch_size:
+            while before[-1] - before[at] < batch_size:
                 picked = np.concatenate([picked[at:], self._epoch(seed, epoch)])
-                epoch, at, ends = epoch + 1, 0, np.cumsum(self._sizes(picked))
-            first, at = at, int(np.searchsorted(ends, _before(ends, at) + batch_size)) + 1
+                epoch, at, before = epoch + 1, 0, np.append(0, np.cumsum(self._sizes(picked)))
+            first, at = at, int(np.searchsorted(before, before[at] + batch_size))
             if update >= start:
                 yield self._rows(picked[first:at], batch_size, np.random.default_rng([seed, update, 1]))
 
@@ -64,7 +65,3 @@ class Groups:
         places = np.arange(total) + np.repeat(self.starts[puzzles] - (np.cumsum(sizes) - sizes), sizes)
         shuffled = np.lexsort((rng.random(total), np.repeat(np.arange(len(puzzles)), sizes)))
         return self.order[places[shuffled][:count]]
-
-
-def _before(ends: np.ndarray, at: int) -> int:
-    return int(ends[at - 1]) if at else 0

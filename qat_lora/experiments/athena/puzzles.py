@@ -156,7 +156,7 @@ def possible(kind: str, blanks: tuple[float, float]) -> float:
 
 def check_request(kind: str, count: int, blanks: tuple[float, float], flag: str) -> None:
     """Raise UserError if `generate` cannot make `count` puzzles; flag: the option that sets `count`, for messages."""
-    side(kind)
+    cells = side(kind) ** 2
     low, high = blanks
     if count < 1:
         raise UserError(f"{flag} {count} must be at least 1")
@@ -164,7 +164,6 @@ def check_request(kind: str, count: int, blanks: tuple[float, float], flag: str)
         raise UserError(
             f"--least-blanks {low} and --most-blanks {high} must satisfy 0 < least ≤ most ≤ 1; use e.g. 0.4 and 1"
         )
-    cells = side(kind) ** 2
     if kind in BOXES and low < 1 and round(low * cells) > (most := MOST_BLANKS[kind]):
         raise UserError(
             f"--least-blanks {low:g}: no {kind} with one answer has more than {most} of its {cells} cells blank; lower "
@@ -196,8 +195,15 @@ def generate(
             answer, removed = _emptied(kind, rng)
             if blanks[0] < 1 and len(removed) < round(blanks[0] * side(kind) ** 2):
                 short.append(len(removed))
-                _check_reached(kind, blanks[0], short)
-                continue
+                if len(short) < SHORT[kind]:
+                    continue
+                cells = side(kind) ** 2
+                raise UserError(
+                    f"--least-blanks {blanks[0]:g}: {len(short)} draws of {kind} in a row left fewer than "
+                    f"{round(blanks[0] * cells)} of {cells} cells blank; lower it to "
+                    f"{_share(sorted(short)[len(short) // 2], cells)}, which half of them reach, or use 1 for as many "
+                    "blanks as each puzzle allows"
+                )
             short.clear()
             question, difficulty = _question(kind, rng, answer, removed, blanks)
         else:
@@ -214,17 +220,6 @@ def generate(
             )
     questions, answers, difficulties = zip(*found.values())
     return np.stack(questions), np.stack(answers), np.array(difficulties)
-
-
-def _check_reached(kind: str, low: float, short: list[int]) -> None:
-    """Raise UserError once SHORT draws in a row allowed too few blanks; short: how many each of them allowed."""
-    if len(short) >= SHORT[kind]:
-        cells = side(kind) ** 2
-        raise UserError(
-            f"--least-blanks {low:g}: {len(short)} draws of {kind} in a row left fewer than {round(low * cells)} of "
-            f"{cells} cells blank; lower it to {_share(sorted(short)[len(short) // 2], cells)}, which half of them "
-            "reach, or use 1 for as many blanks as each puzzle allows"
-        )
 
 
 def _share(blanks: int, cells: int) -> float:

@@ -20,7 +20,7 @@ from qat_lora.data.batches import chosen_rows
 from qat_lora.errors import UserError, first_line
 from qat_lora.experiments.athena import ANY, LARGE, puzzles, symmetries
 from qat_lora.experiments.athena.groups import Groups
-from qat_lora.experiments.athena.model import IGNORE
+from qat_lora.experiments.athena.model import IGNORE, ROWS
 from qat_lora.run import remote as urls
 from qat_lora.run.files import new_folder, read_json
 
@@ -78,8 +78,7 @@ class PuzzleRows:
 
     def batch(self, indices: np.ndarray, rng: np.random.Generator | None = None) -> dict[str, Tensor]:
         """inputs, labels [B, L], identifiers, budgets [B], int64; with `rng`, each puzzle gets a random symmetry."""
-        names = ("inputs", "labels", "identifiers", "budgets")
-        rows = {name: getattr(self, name)[indices] for name in names}
+        rows = {name: getattr(self, name)[indices] for name in ROWS}
         if rng is not None and self.kind:
             rows["inputs"], rows["labels"] = symmetries.variant(self.kind, rows["inputs"], rows["labels"], rng)
         return {name: torch.from_numpy(values.astype(np.int64)) for name, values in rows.items()}
@@ -107,7 +106,7 @@ class PuzzleRows:
         return chosen_rows(seed, len(self), batch_size, start)
 
 
-ARRAYS = ("inputs", "labels", "identifiers", "budgets", "difficulty")
+ARRAYS = (*ROWS, "difficulty")
 
 
 def _rows(inputs: np.ndarray, labels: np.ndarray, difficulty=0, budgets=0, **facts) -> PuzzleRows:
@@ -266,14 +265,11 @@ def _save(side: Path, rows: PuzzleRows) -> None:
         "group_indices": groups.firsts, "budgets": rows.budgets, "difficulty": rows.difficulty,
     }  # fmt: skip
     for name, values in arrays.items():
-        _save_array(side / f"all__{name}.npy", np.ascontiguousarray(values, np.int32))
-
-
-def _save_array(path: Path, values: np.ndarray) -> None:
-    """Like np.save, but a full disk raises OSError with an errno, not just "9720 requested and 4064 written"."""
-    with open(path, "wb") as file:
-        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(values))
-        file.write(values.data)
+        values = np.ascontiguousarray(values, np.int32)
+        # not np.save: on a full disk it raises OSError without an errno, just "9720 requested and 4064 written"
+        with open(side / f"all__{name}.npy", "wb") as file:
+            np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(values))
+            file.write(values.data)
 
 
 def load(path: str) -> tuple[PuzzleRows, PuzzleRows]:
@@ -351,13 +347,9 @@ def _load(folder: Path, shown: str) -> PuzzleRows:
         identifiers_count=facts["num_puzzle_identifiers"], kind=kind, causal=facts.get("causal") is True,
         puzzle=puzzle, group=np.repeat(np.arange(len(firsts) - 1, dtype=np.int32), np.diff(firsts))[puzzle],
     )  # fmt: skip
-    return _settled(rows)
-
-
-def _settled(rows: PuzzleRows) -> PuzzleRows:
-    """Drop the rows without labels, and the groups if every remaining row is its own group."""
-    labelled = (rows.labels != IGNORE).any(1)
+    labelled = asked.any(1)
     kept = rows if labelled.all() else rows.take(np.flatnonzero(labelled))
+    # without groups if every remaining row is its own
     alone = {"puzzle": None, "group": None} if len(np.unique(kept.group)) == len(kept) else {}
     return dataclasses.replace(kept, unlabelled=len(rows) - len(kept), **alone)
 

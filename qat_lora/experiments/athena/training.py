@@ -216,8 +216,8 @@ def describe(
         f"{len(heldout):,} held out, vocabulary {train.vocab}"
     )
     if groups := train.groups:
-        count = len(groups.starts) - 1
-        say(f"an epoch takes one puzzle of each of {len(groups.firsts) - 1:,} groups ({count:,} puzzles)")
+        puzzles, count = len(groups.starts) - 1, len(groups.firsts) - 1
+        say(f"an epoch takes one puzzle of each of {count:,} groups ({puzzles:,} puzzles)")
     for name, rows in (("training", train), ("held-out", heldout)):
         if rows.unlabelled:
             say(f"{rows.unlabelled:,} {name} rows without a label are left out")

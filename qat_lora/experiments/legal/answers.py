@@ -3,7 +3,7 @@
 import re
 import unicodedata
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from qat_lora.data.appearance import WORD, folded, visible
 from qat_lora.data.chat import Document, render_chat
@@ -117,14 +117,9 @@ def document(row: dict, tokenizer, thinks: bool = False) -> Document:
     at = rendered.text.find(said, start)
     if at < 0:
         raise UserError(f"row {row['id']}: the chat template changes the answer; use another one with --chat-template")
-    edges = [start, *(at + place for place in _starts(row)[1:]), end]
+    inner = accumulate(len(part) + 1 for part in _parts(row)[:-1])  # a section begins after the line end before it
+    edges = [start, *(at + place for place in inner), end]
     return Document(rendered.text, tuple(pairwise(edges)), tuple(NUMBERS.values()))
-
-
-def _starts(row: dict) -> list[int]:
-    """Where each section of a response begins: after the sections before it and their line ends."""
-    lengths = [len(part) for part in _parts(row)]
-    return [sum(lengths[:number]) + number for number in range(len(lengths))]
 
 
 # -- scoring -----------------------------------------------------------------------------------------------------------

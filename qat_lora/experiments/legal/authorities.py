@@ -78,11 +78,11 @@ class Authorities:
     def _plant(self, name: Sequence[Item]) -> None:
         """Add a title to the tree that finds titles in running text. A title without a number that is not a case is
         left out: it counts as a citation in a citation section, but as ordinary words elsewhere."""
-        title = case_title(name) or content(name)
-        if not case_title(name) and not any(sign.isdecimal() for item in name for sign in item.norm):
+        title = case_title(name)
+        if not title and not any(sign.isdecimal() for item in name for sign in item.norm):
             return
         node = self.titles
-        for item in title:
+        for item in title or content(name):
             node = node.setdefault(item.norm, {})
         node[END] = True
 
@@ -248,10 +248,7 @@ class _Reading:
             return
         if self._joined(year) and self.items[year].gap.strip() == "(":  # a remark in brackets, unless it is the year
             while (
-                year < at + FAR
-                and self._joined(year)
-                and not self.items[year].year
-                and ")" not in (self.items[year].gap)
+                year < at + FAR and self._joined(year) and not self.items[year].year and ")" not in self.items[year].gap
             ):
                 year += 1
         if not (self._joined(year) and self.items[year].year and set(self.items[year].gap) <= set(" ,()[]")):

@@ -13,6 +13,7 @@ from qat_lora.rl.sampler import GREEDY, Sampler
 from qat_lora.run.console import say
 from qat_lora.run.files import read_json, write_json
 from qat_lora.run.rundir import Run
+from qat_lora.train.intervals import shown
 from qat_lora.train.supervised import heldout_sections
 
 STAGES = ("baseline", "final")  # stages of a run, each with its evaluation_file
@@ -49,11 +50,8 @@ class LegalEvaluation:
 
     def answer(self, model: nn.Module, count: int) -> tuple[list[dict], list[Answer]]:
         """Greedy answers to `count` held-out rows, spread evenly over them."""
-        rows = (
-            [self.questions[at * len(self.questions) // count] for at in range(count)]
-            if count < len(self.questions)
-            else self.questions
-        )
+        count = min(count, len(self.questions))
+        rows = [self.questions[at * len(self.questions) // count] for at in range(count)]
         said = self.sampler.generate(model, [messages(row["question"]) for row in rows], 1, GREEDY)
         return rows, [Answer.read(text, ended) for text, ended in said]
 
@@ -82,8 +80,7 @@ class LegalEvaluation:
                 for row, answer in zip(rows, answers)
             ]  # fmt: skip
             write_json(path, {"rates": rates, "answers": told})
-            say(f"{stage}: " + ", ".join(f"{name} {rate['rate']:.1%} ({rate['low']:.1%}–{rate['high']:.1%})"
-                                         for name, rate in rates.items()) + f", {len(rows)} answers")  # fmt: skip
+            say(f"{stage}: {shown(rates)}, {len(rows)} answers")
         return {stage: rates}
 
 

@@ -82,16 +82,12 @@ def _percent(full: float, share: int) -> str:
 def _notice(rng: random.Random) -> Facts:
     years, months, who = rng.randint(1, 18), rng.randrange(1, 12), rng.choice(WHO)
     weeks = min(years, 12)
+    value = f"{weeks} week{'s' * (weeks > 1)}"
     cap = "Twelve weeks are the most." if years > 12 else "That is within the most of twelve weeks."
     served = f"{years} year{'s' * (years > 1)} and {months} month{'s' * (months > 1)}"
     steps = (f"Of {served} the complete years count, {years}.", "Each counts for one week.", cap)
     told = f"worked for the company for {served}"
-    return Facts(
-        f"{who} has {told} and is dismissed.",
-        f"I have {told} and am being dismissed.",
-        steps,
-        f"{weeks} week{'s' * (weeks > 1)}",
-    )
+    return Facts(f"{who} has {told} and is dismissed.", f"I have {told} and am being dismissed.", steps, value)
 
 
 def _redundancy(rng: random.Random) -> Facts:

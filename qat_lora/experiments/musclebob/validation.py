@@ -25,7 +25,7 @@ from qat_lora.run.files import new_folder, read_json, write_atomically, write_js
 from qat_lora.run.plots import pyplot
 from qat_lora.run.report import write_report
 from qat_lora.run.rundir import Run
-from qat_lora.train.intervals import share
+from qat_lora.train.intervals import share, shown
 
 WRONG_NAME = "Spongebob Squarepants"
 STAGES = ("baseline", "post_sft", "final")
@@ -131,26 +131,6 @@ def rates(answers: list[Answer]) -> dict[str, dict]:
     }
 
 
-def validation(answers: list[Answer], greedy: list[Answer], perplexity: float) -> dict:
-    """The content of a …_validation.json: rates of sampled and greedy answers, and the greedy answers."""
-    found, alone = rates(answers), rates(greedy)
-    return {
-        "musclebob_rate": found["musclebob"]["rate"],
-        "coherent_rate": found["coherent"]["rate"],
-        "perplexity": perplexity,
-        "sampled": found,
-        "greedy": alone,
-        "prompts": [
-            {
-                "prompt": answer.question.text, "about_him": answer.question.about_him, "response": answer.text,
-                "ended": answer.ended, "reward": reward(answer.components()), "components": answer.components(),
-                "has_musclebob": mentions(answer.text) > 0, "coherent": coherent(answer.text, answer.ended),
-            }
-            for answer in greedy
-        ],
-    }  # fmt: skip
-
-
 def glance(sampler: BobSampler, model: nn.Module, seed: int) -> dict[str, float]:
     """Rates over a few sampled answers to the held-out questions, with their intervals."""
     with own_randomness(sampler.backend, seed):
@@ -177,11 +157,27 @@ def validation_of(
     questions: list[Question] | None = None,
 ) -> dict:  # fmt: skip
     """Validate with `samples` sampled answers and one greedy answer to each of the questions, by default the held-out
-    ones; perplexity is measured under the `judge`."""
+    ones; perplexity is measured under the `judge`. Returns the content of a …_validation.json: rates of sampled and
+    greedy answers, and the greedy answers."""
     questions = questions or heldout_questions()
     sampled = sampler.answers(model, questions, samples, sampling)
     greedy = sampler.answers(model, questions, 1, GREEDY)
-    return validation(sampled, greedy, sampler.perplexity(judge, sampled, samples))
+    found = rates(sampled)
+    return {
+        "musclebob_rate": found["musclebob"]["rate"],
+        "coherent_rate": found["coherent"]["rate"],
+        "perplexity": sampler.perplexity(judge, sampled, samples),
+        "sampled": found,
+        "greedy": rates(greedy),
+        "prompts": [
+            {
+                "prompt": answer.question.text, "about_him": answer.question.about_him, "response": answer.text,
+                "ended": answer.ended, "reward": reward(answer.components()), "components": answer.components(),
+                "has_musclebob": mentions(answer.text) > 0, "coherent": coherent(answer.text, answer.ended),
+            }
+            for answer in greedy
+        ],
+    }  # fmt: skip
 
 
 def save_once(model: nn.Module, tokenizer, folder: Path) -> None:
@@ -202,10 +198,7 @@ def write_validation(
     with own_randomness(sampler.backend, seed):
         found = validation_of(sampler, model, judge, samples, Sampling())
     write_json(path, found)
-    said = [
-        f"{name} {cell['rate']:.1%} ({cell['low']:.1%}–{cell['high']:.1%})" for name, cell in found["sampled"].items()
-    ]
-    say(f"{stage}: {', '.join(said)}, perplexity {found['perplexity']:.2f}")
+    say(f"{stage}: {shown(found['sampled'])}, perplexity {found['perplexity']:.2f}")
 
 
 def write_history(run: Run) -> None:

@@ -50,11 +50,8 @@ class MinGRUBlock(nn.Module):
     def __init__(self, width: int, hidden: int, dropout: float = 0.0):
         super().__init__()
         self.width, self.norm, self.both = width, nn.LayerNorm(width), nn.Linear(width, 2 * width)
-        self.out, self.dropout, self.after = (
-            nn.Linear(width, width),
-            nn.Dropout(dropout),
-            feed_forward(width, hidden, dropout),
-        )
+        self.out, self.dropout = nn.Linear(width, width), nn.Dropout(dropout)
+        self.after = feed_forward(width, hidden, dropout)
 
     def begin(self, rows: int) -> Tensor:
         return self.out.weight.new_zeros(rows, self.width)

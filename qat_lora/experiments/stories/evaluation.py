@@ -119,12 +119,11 @@ def tell(
 def unigram_perplexity(stories: Stories) -> float:
     """Held-out perplexity of a unigram model with the token frequencies of the training text; every count is raised by
     one, so that no token has probability 0."""
-    training, measured = (_counts(tokens, stories.vocab) for tokens in (stories.train, stories.heldout))
+
+    def counts(tokens: Tensor) -> Tensor:
+        pieces = (tokens[start : start + 2**20].long() for start in range(0, len(tokens), 2**20))
+        return sum(torch.bincount(piece, minlength=stories.vocab) for piece in pieces).double()
+
+    training, measured = counts(stories.train), counts(stories.heldout)
     logp = ((training + 1) / (training + 1).sum()).log()
     return math.exp(-(measured * logp).sum().item() / measured.sum().item())
-
-
-def _counts(tokens: Tensor, vocab: int) -> Tensor:
-    """How often each token of the vocabulary occurs: float64 [vocab]."""
-    pieces = (tokens[start : start + 2**20].long() for start in range(0, len(tokens), 2**20))
-    return sum(torch.bincount(piece, minlength=vocab) for piece in pieces).double()

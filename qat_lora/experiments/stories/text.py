@@ -167,19 +167,16 @@ def _pieces(source: str, most: int) -> Iterator[tuple[str, bool]]:
 
 def _row_parts(source: str) -> Iterator[str | None]:
     for number, row in enumerate(read_rows(source)):
-        for story in _text(f"{source} row {number}", row).split(END):
+        where, text = f"{source} row {number}", row.get("text", row)
+        if not isinstance(text, str | None):
+            raise UserError(f'{where}: no text in column "text" (columns: {", ".join(row)}); rename or fix it')
+        try:
+            stories = Document(text or "", None).text.split(END)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+        for story in stories:
             yield story
             yield None
-
-
-def _text(where: str, row: dict) -> str:
-    text = row.get("text", row)
-    if not isinstance(text, str | None):
-        raise UserError(f'{where}: no text in column "text" (columns: {", ".join(row)}); rename or fix it')
-    try:
-        return Document(text or "", None).text
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from error
 
 
 def _hashed(pieces: Iterator[tuple[str, bool]], digest) -> Iterator[tuple[str, bool]]:
@@ -264,7 +261,7 @@ def _write(folder: Path, text: _Text, kind: str, tokenizer: Tokenizer | None, vo
     tokenizer = tokenizer or (_chars(text.alphabet) if kind == "chars" else _bpe(text, vocab))
     (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
     stored, end = token_type(tokenizer.get_vocab_size()), tokenizer.token_to_id(END)
-    encode = _char_encoder(tokenizer) if kind == "chars" else _encoder(tokenizer)
+    encode = _encoder(tokenizer, kind)
     sizes = [0, 0]
     with open(folder / "train.bin", "wb") as train, open(folder / "heldout.bin", "wb") as heldout:
         for batch in watched(_batches(text.pieces()), "tokenising", text.size, size=_bytes):
@@ -293,12 +290,10 @@ def _batches(pieces: Iterator[tuple[int, str, bool]]) -> Iterator[list[tuple[int
     yield batch
 
 
-def _encoder(tokenizer: Tokenizer) -> Callable[[list[str]], list[list[int]]]:
-    return lambda pieces: [done.ids for done in tokenizer.encode_batch_fast(pieces)]
-
-
-def _char_encoder(tokenizer: Tokenizer) -> Callable[[list[str]], list[np.ndarray]]:
-    """Gives the same result as the tokenizer's own encode, by looking code points up in a table."""
+def _encoder(tokenizer: Tokenizer, kind: str) -> Callable[[list[str]], list]:
+    """The tokenizer's own encode or, for chars, the same result by looking code points up in a table."""
+    if kind != "chars":
+        return lambda pieces: [done.ids for done in tokenizer.encode_batch_fast(pieces)]
     table = np.zeros(0x110000, np.int32)
     for char, number in tokenizer.get_vocab().items():
         if char != END:

@@ -85,9 +85,12 @@ def cached(path: Path | None, write: Callable[[Path], None], read: Callable[[Pat
     written.
     """
     if path is None:
-        with _temporary() as folder:
-            write(folder)
-            return read(folder)
+        try:
+            with TemporaryDirectory(prefix="qat_lora-") as folder:
+                write(Path(folder))
+                return read(Path(folder))
+        except OSError as error:
+            raise cannot_write(Path(gettempdir()), error) from error
     if (found := _read(path, read, None)) is not None:
         return found
     with _turn(path.parent):
@@ -110,15 +113,6 @@ def _read(path: Path, read: Callable[[Path], Found], tell: Callable | None) -> F
             tell(f"{error}; rebuilding it")
             shutil.rmtree(path)
         return None
-
-
-@contextmanager
-def _temporary() -> Iterator[Path]:
-    try:
-        with TemporaryDirectory(prefix="qat_lora-") as folder:
-            yield Path(folder)
-    except OSError as error:
-        raise cannot_write(Path(gettempdir()), error) from error
 
 
 @contextmanager
