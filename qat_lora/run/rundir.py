@@ -13,8 +13,8 @@ from typing import BinaryIO
 import yaml
 
 from qat_lora.errors import STOPS, UserError, first_line, installed_version
-from qat_lora.hosts.git import git_state
 from qat_lora.hosts.group import ALONE, Group
+from qat_lora.hosts.revision import git_state
 from qat_lora.run.checksums import write_sums
 from qat_lora.run.console import attempt, say
 from qat_lora.run.files import as_json, lock, write_atomically, write_json, writing
