@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
-from qat_lora.backend.heap import giving_memory_back
-from qat_lora.backend.machine import check_memory
+from qat_lora.backend.machine import check_memory, giving_memory_back
 from qat_lora.errors import UserError, first_line, one_line
 from qat_lora.models.architecture import short_range
 from qat_lora.models.check import check
