@@ -34,6 +34,7 @@ from qat_lora.models.source import (
     config_json,
     file_of,
     files_key,
+    hub_fault,
     is_hub,
     model_source,
     origin_name,
@@ -41,7 +42,6 @@ from qat_lora.models.source import (
     weight_files,
 )
 from qat_lora.models.tokens import check_vocabulary
-from qat_lora.run.hub import hub_fault
 
 # loading changes global defaults of transformers, and workers may be threads (TPU v3)
 _one_at_a_time = threading.RLock()
