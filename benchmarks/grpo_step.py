@@ -28,7 +28,7 @@ from qat_lora.data.batches import batches
 from qat_lora.errors import UserError
 from qat_lora.experiments.musclebob.questions import training_questions
 from qat_lora.experiments.musclebob.validation import BobSampler
-from qat_lora.hosts.git import revision
+from qat_lora.hosts.revision import revision
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import EMBEDDED, load_model, load_tokenizer
 from qat_lora.models.norms import norms_in_one_step

@@ -36,7 +36,7 @@ from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.data.options import TextSource
 from qat_lora.data.packing import Rows, fingerprint, given_token, stream, tokenizer_fingerprint, window_starts, windowed
 from qat_lora.errors import UserError
-from qat_lora.hosts.git import revision
+from qat_lora.hosts.revision import revision
 from qat_lora.kd.cache import CacheSpec, edges, write_cache
 from qat_lora.kd.training import kd_loss
 from qat_lora.lora.add import add_adapter, nearest_of_rank

@@ -38,7 +38,7 @@ from qat_lora.data.batches import batches
 from qat_lora.data.options import TextOptions
 from qat_lora.data.packing import Rows, fingerprint, tokenizer_fingerprint
 from qat_lora.errors import UserError
-from qat_lora.hosts.git import revision
+from qat_lora.hosts.revision import revision
 from qat_lora.kd.cache import CacheSpec, edges, write_cache
 from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.kd.training import kd_loss

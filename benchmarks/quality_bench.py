@@ -10,7 +10,7 @@ from torch import nn
 
 from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.errors import UserError
-from qat_lora.hosts.git import revision
+from qat_lora.hosts.revision import revision
 from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.kd.evaluation import heldout_figures
 from qat_lora.lora.adapter import adapter_values, load_adapter

@@ -31,7 +31,7 @@ from qat_lora.errors import UserError
 from qat_lora.experiments.athena.model import IGNORE, RecursiveModel, RecursiveSpec
 from qat_lora.experiments.athena.rows import PuzzleRows, draw
 from qat_lora.experiments.athena.training import RecursivePlan, Trainer, segment_batches
-from qat_lora.hosts.git import revision
+from qat_lora.hosts.revision import revision
 from qat_lora.run.command_line import run_script
 from qat_lora.run.options import ScriptConfig, option
 from qat_lora.run.scripts import load_script

@@ -37,7 +37,7 @@ from qat_lora.experiments.stories.reservoir import DiagonalReservoir, EchoState,
 from qat_lora.experiments.stories.ridge import RidgeMoments
 from qat_lora.experiments.stories.scan import sequential_scan
 from qat_lora.experiments.stories.text import Stories, load_stories
-from qat_lora.hosts.git import revision
+from qat_lora.hosts.revision import revision
 from qat_lora.run.command_line import run_script
 from qat_lora.run.options import ScriptConfig, option
 

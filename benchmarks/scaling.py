@@ -23,7 +23,7 @@ from one_update import update
 from qat_lora.backend import TorchBackend
 from qat_lora.backend.opening import launch
 from qat_lora.errors import UserError
-from qat_lora.hosts.git import revision
+from qat_lora.hosts.revision import revision
 from qat_lora.kd.training import kd_loss
 from qat_lora.lora.add import add_adapter
 from qat_lora.models.loading import EMBEDDED, empty_model, load_config, load_model

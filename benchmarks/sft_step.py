@@ -31,7 +31,7 @@ from qat_lora.errors import UserError
 from qat_lora.experiments.legal.answers import checked_rows, document, messages, response
 from qat_lora.experiments.legal.rules import generate
 from qat_lora.experiments.legal.sections import NUMBERS
-from qat_lora.hosts.git import revision
+from qat_lora.hosts.revision import revision
 from qat_lora.lora.add import add_adapter
 from qat_lora.lora.targets import PROJECTIONS
 from qat_lora.models.loading import EMBEDDED, load_model, load_tokenizer

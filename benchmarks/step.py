@@ -20,7 +20,7 @@ from pathlib import Path
 import shapes
 
 from qat_lora.errors import UserError
-from qat_lora.hosts.git import revision
+from qat_lora.hosts.revision import revision
 from qat_lora.run.command_line import run_script
 from qat_lora.run.options import ScriptConfig, option
 

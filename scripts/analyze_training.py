@@ -30,8 +30,8 @@ from pathlib import Path
 
 from qat_lora.errors import UserError
 from qat_lora.experiments.musclebob.validation import STAGES, VALIDATIONS, plot, read_training_config, read_validations
-from qat_lora.run.checksums import check_files
 from qat_lora.run.console import say
+from qat_lora.run.files import check_files
 from qat_lora.run.rundir import Run, newest_run
 
 SPILT, PERPLEXITY, CUT_OFF, TIES, ENTROPY = 0.05, 1.5, 0.2, 0.7, 0.25  # limits of a healthy run

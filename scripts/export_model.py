@@ -53,7 +53,7 @@ from qat_lora.errors import UserError
 from qat_lora.export.gguf import ADAPTER_FILE, MODEL_FILE, GGUFPlan, plan_gguf, summary, write_gguf
 from qat_lora.export.hf import hf_bytes, write_hf
 from qat_lora.export.source import Source, load_source, provenance
-from qat_lora.hosts.git import revision
+from qat_lora.hosts.revision import revision
 from qat_lora.quant.student import bits_per_weight
 from qat_lora.run.console import say
 from qat_lora.run.files import check_new, new_folder, write_json

@@ -52,9 +52,8 @@ from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import freeze
 from qat_lora.quant.student import StudentSpec, bits_per_weight, load_student, megabytes, quantize, read_student
 from qat_lora.rl.completion import check_device, complete
-from qat_lora.run.checksums import check_files
 from qat_lora.run.console import say
-from qat_lora.run.files import read_json, sha256, write_atomically
+from qat_lora.run.files import check_files, read_json, sha256, write_atomically
 from qat_lora.run.plots import plot_run
 from qat_lora.run.rundir import Run
 from qat_lora.train.evaluation import text_figures

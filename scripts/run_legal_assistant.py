@@ -69,9 +69,8 @@ from qat_lora.models.loading import load_config
 from qat_lora.models.packaged import PACKAGED
 from qat_lora.models.source import SPEECH
 from qat_lora.rl.completion import Stream, check_device, check_room
-from qat_lora.run.checksums import check_files
 from qat_lora.run.console import say, typed_lines
-from qat_lora.run.files import read_json
+from qat_lora.run.files import check_files, read_json
 from qat_lora.run.resuming import read_config
 
 

@@ -53,9 +53,8 @@ from qat_lora.experiments.musclebob.validation import (
 )
 from qat_lora.models.loading import load_model
 from qat_lora.rl.rollout import Sampling
-from qat_lora.run.checksums import check_files
 from qat_lora.run.console import say, typed_lines
-from qat_lora.run.files import write_json
+from qat_lora.run.files import check_files, write_json
 from qat_lora.run.rundir import newest_run
 
 LINE = 256  # tokens of a question on standard input, with the chat template around it

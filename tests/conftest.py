@@ -39,8 +39,8 @@ SLOW = (
     "rl/test_grpo", "scripts/test_report_recovery", "test_layer_qat", "experiments/athena/test_puzzles",
     "train/test_qat", "train/test_stages", "models/test_multimodal", "experiments/musclebob/test_rewards",
     "scripts/test_packaged_model", "repo/test_help", "backend/test_torch", "backend/test_heap",
-    "models/test_gguf_models", "repo/test_passes", "quant/test_calibration", "scripts/test_run_inference", "experiments/legal/test_rules",
-    "quant/test_student", "rl/test_rollout", "repo/test_imports", "models/test_loading",
+    "models/test_gguf_models", "quant/test_calibration", "scripts/test_run_inference", "experiments/legal/test_rules",
+    "quant/test_student", "rl/test_rollout", "repo/test_imports", "models/test_loading", "repo/test_passes",
 )  # fmt: skip
 
 

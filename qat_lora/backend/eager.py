@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from qat_lora.backend import machine
-from qat_lora.backend.heap import BETWEEN, PIECES, hand_back_memory, keep_freed_memory, tidier
 from qat_lora.backend.placing import architecture, put_zeros, retie, tied_parameters
 from qat_lora.errors import UserError, first_line
 from qat_lora.hosts.group import ALONE, Group
@@ -160,12 +159,12 @@ class TorchBackend:
             self.group.agree(architecture(module), "give every host the same model folder", common=True)
             self.broadcast([*module.parameters(), *module.buffers()])
         if self.kind == "cpu":
-            hand_back_memory()
-            keep_freed_memory()
-            self._tidy = tidier()
+            machine.hand_back_memory()
+            machine.keep_freed_memory()
+            self._tidy = machine.tidier()
         return module
 
-    def tidy(self, most: int = BETWEEN) -> None:
+    def tidy(self, most: int = machine.BETWEEN) -> None:
         """Call this before a new phase. On the CPU it returns freed memory to the kernel if more than `most` bytes of
         it are unused."""
         if self._tidy:
@@ -186,9 +185,9 @@ class TorchBackend:
 
         def recomputed(function, *args):
             def block(*given):
-                self.tidy(PIECES)
+                self.tidy(machine.PIECES)
                 result = function(*given)
-                self.tidy(PIECES)
+                self.tidy(machine.PIECES)
                 return result
 
             return self.checkpoint(block, *args)

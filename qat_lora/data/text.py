@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from qat_lora.errors import UserError, first_line
-from qat_lora.run.hub import hub_fault
+from qat_lora.models.source import hub_fault
 
 EMBEDDED = "embedded"
 END = "<|endoftext|>"  # separates the texts of a .txt file, as in the published TinyStories

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from qat_lora.errors import installed_version
-from qat_lora.hosts.git import revision
+from qat_lora.hosts.revision import revision
 from qat_lora.run.files import write_atomically
 
 PACKAGES = ("torch", "transformers", "peft", "datasets", "triton", "torch_xla", "libtpu", "numpy")

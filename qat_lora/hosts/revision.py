@@ -1,15 +1,32 @@
-"""Checks that all workers of a job run the same code and packages."""
+"""The commit of the running code, and the check that all workers of a job run the same code and packages."""
 
 import hashlib
+import subprocess
 import sys
 from pathlib import Path
 
 from qat_lora.errors import ROOT, installed_version
-from qat_lora.hosts.git import revision
 from qat_lora.hosts.group import Group
 from qat_lora.hosts.relay import say
 
 VERSIONS = ("torch", "torch_xla", "transformers", "peft", "safetensors", "numpy")
+
+
+def git_state() -> tuple[str, bool | None]:
+    """Short revision and whether the tree has changes; ("nogit", None) outside a checkout."""
+    try:
+        git = ["git", "-C", str(ROOT)]
+        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        status = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
+        return head.stdout.strip(), bool(status.stdout.strip())
+    except (OSError, subprocess.CalledProcessError):
+        return "nogit", None
+
+
+def revision() -> str:
+    """The commit at which a figure was measured, in readable form."""
+    commit, dirty = git_state()
+    return f"{commit} with changes" if dirty else commit
 
 
 def agree_on_code(group: Group) -> None:

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
-from qat_lora.backend.heap import giving_memory_back
-from qat_lora.backend.machine import check_memory
+from qat_lora.backend.machine import check_memory, giving_memory_back
 from qat_lora.errors import UserError, first_line, one_line
 from qat_lora.models.architecture import short_range
 from qat_lora.models.check import check
@@ -36,13 +35,13 @@ from qat_lora.models.source import (
     config_json,
     file_of,
     files_key,
+    hub_fault,
     is_hub,
     model_source,
     own_tokens,
     weight_files,
 )
 from qat_lora.models.tokens import check_vocabulary
-from qat_lora.run.hub import hub_fault
 
 # loading changes global defaults of transformers, and workers may be threads (TPU v3)
 _one_at_a_time = threading.RLock()

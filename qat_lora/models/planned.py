@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from qat_lora.models.source import is_hub
-from qat_lora.run.hub import hub_fault
+from qat_lora.models.source import hub_fault, is_hub
 
 PUBLISHED = Path(__file__).with_name("published")  # the sizes of the models that presets name
 

@@ -12,8 +12,9 @@ from transformers.utils import cached_file
 
 from qat_lora.errors import UserError, first_line
 from qat_lora.models.packaged import PACKAGED, packaged_file
-from qat_lora.run.hub import hub_fault
 
+# One probe without retries: the hub's own client retries for 23 s (measured) before it reports a missing network.
+PROBE_SECONDS = 8
 GIVE = f"give a model folder, a .gguf file, a hub name, {' or '.join(PACKAGED)}"
 TOKENIZERS = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tekken.json", "vocab.json", "vocab.txt",
@@ -73,6 +74,21 @@ def absolute_name(name: str) -> str:
     """A model's name with a local path made absolute."""
     path = Path(name).expanduser().absolute()
     return str(path) if name not in PACKAGED and path.exists() else name
+
+
+@functools.lru_cache
+def hub_fault(kind: str, name: str) -> str | None:
+    """Why the hub cannot provide the "model" or "dataset" `name` (no network, not found), or None if it can."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HTTPError, RepositoryNotFoundError
+
+    try:
+        getattr(HfApi(), f"{kind}_info")(name, timeout=PROBE_SECONDS)
+    except RepositoryNotFoundError:
+        return f"no such {kind}, or no access to it"
+    except (HTTPError, OSError, ValueError) as error:
+        return first_line(error)
+    return None
 
 
 def file_of(name: str, file: str) -> Path | None:

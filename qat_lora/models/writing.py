@@ -11,7 +11,7 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qat_lora.backend.devices import on_host
-from qat_lora.backend.heap import giving_memory_back
+from qat_lora.backend.machine import giving_memory_back
 from qat_lora.errors import UserError, first_line
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import plain_state

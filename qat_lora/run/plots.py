@@ -5,8 +5,7 @@ from pathlib import Path
 from types import ModuleType
 
 from qat_lora.errors import UserError, load_package
-from qat_lora.run.checksums import check_files
-from qat_lora.run.files import writing
+from qat_lora.run.files import check_files, writing
 from qat_lora.run.rundir import Run
 
 PANELS = (

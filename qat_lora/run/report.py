@@ -10,7 +10,6 @@ import jinja2
 from qat_lora.errors import UserError
 from qat_lora.run.console import attempt, summarise
 from qat_lora.run.files import read_json, write_atomically
-from qat_lora.run.plots import plot_run
 from qat_lora.run.resuming import read_config
 from qat_lora.run.rundir import Run
 
@@ -74,6 +73,8 @@ def write_report(path: Path, result: dict[str, Any] | None = None) -> Path:
     Works for every experiment, and for runs that are still in progress or were stopped. result: final figures of a run
     that has just ended, used instead of summary.json. Raises UserError if there is no run, or it has logged nothing.
     """
+    from qat_lora.run.plots import plot_run
+
     if not (path / "metrics.jsonl").exists():
         runs = ", ".join(sorted(str(log.parent) for log in path.glob("*/metrics.jsonl")))
         fix = f"give one of its runs: {runs}" if runs else "give a run directory such as runs/train_qat/NAME"

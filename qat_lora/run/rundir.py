@@ -13,11 +13,10 @@ from typing import BinaryIO
 import yaml
 
 from qat_lora.errors import STOPS, UserError, first_line, installed_version
-from qat_lora.hosts.git import git_state
 from qat_lora.hosts.group import ALONE, Group
-from qat_lora.run.checksums import write_sums
+from qat_lora.hosts.revision import git_state
 from qat_lora.run.console import attempt, say
-from qat_lora.run.files import as_json, lock, write_atomically, write_json, writing
+from qat_lora.run.files import as_json, lock, write_atomically, write_json, write_sums, writing
 from qat_lora.run.hosts import agree_on_facts
 from qat_lora.run.options import RunConfig
 from qat_lora.run.resuming import CONFIG_SUM, FORMAT, _changed, _resumed_path, _stamp, _status, check_same

@@ -5,7 +5,7 @@ import math
 
 from torch import nn
 
-from qat_lora.backend.heap import PIECES
+from qat_lora.backend.machine import PIECES
 from qat_lora.kernels.tiles import HEAD_BYTES, STRIP_BYTES
 from qat_lora.models.architecture import Matrix, decoder_layers, matrices, text_config, unwrap
 from qat_lora.train.memory import ADAM, FREED, PROGRAM, Parts, xla_room

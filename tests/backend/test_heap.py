@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other
 # Prints the resident MB after each action on 256 MB of blocks, in a process of its own because malloc's settings stay.
 ACTS = """
 import torch
-from qat_lora.backend.heap import RESIDENT, giving_memory_back, hand_back_memory, keep_freed_memory, tidier
+from qat_lora.backend.machine import RESIDENT, giving_memory_back, hand_back_memory, keep_freed_memory, tidier
 
 def resident():
     return int(RESIDENT.read_text().split()[1]) // 256

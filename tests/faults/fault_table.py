@@ -96,7 +96,7 @@ def measured(asked: argparse.Namespace, some: bool) -> list[dict]:
     import subjects
     from trials import Bench
 
-    from qat_lora.hosts.git import revision
+    from qat_lora.hosts.revision import revision
 
     subjects.DEVICE = asked.device
     commit, kept = revision(), asked.base

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from qat_lora.hosts.git import revision
+from qat_lora.hosts.revision import revision
 
 MADE = "Made by `make test-faults`: "
 DISKS = "Full and read-only disks are small file systems in memory"

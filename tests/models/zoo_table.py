@@ -18,7 +18,7 @@ import transformers
 import zoo
 import zoo_uses
 
-from qat_lora.hosts.git import revision
+from qat_lora.hosts.revision import revision
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "docs" / "models.md"

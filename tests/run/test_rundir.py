@@ -10,8 +10,8 @@ import pytest
 from toy_runs import Config, config, opened, refusal
 
 from qat_lora.errors import UserError
-from qat_lora.run.checksums import check_files
 from qat_lora.run.console import attempt
+from qat_lora.run.files import check_files
 from qat_lora.run.resuming import read_config
 from qat_lora.run.rundir import Run, open_run
 

@@ -14,7 +14,6 @@ import numpy as np
 
 from qat_lora.errors import UserError
 from qat_lora.run.console import progress
-from qat_lora.run.plots import pyplot
 
 BOXES = {"sudoku4": (2, 2), "sudoku6": (2, 3), "sudoku9": (3, 3)}  # rows and columns of a box
 BLANK = 1
@@ -317,6 +316,8 @@ def _way(grid: np.ndarray, size: int, start: int, goal: int) -> list[int]:
 
 def draw_answer(kind: str, question, label, found, segments: int, path: Path) -> None:
     """Plot a question and its answer side by side: given cells black, right ones green, wrong ones on red."""
+    from qat_lora.run.plots import pyplot
+
     n, maze = side(kind), kind.startswith("maze")
     plt = pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(8, 4.3))

@@ -22,7 +22,6 @@ from qat_lora.rl.rollout import Sampling
 from qat_lora.rl.sampler import GREEDY, Sampler, own_randomness
 from qat_lora.run.console import attempt, say, summarise
 from qat_lora.run.files import new_folder, read_json, write_atomically, write_json, writing
-from qat_lora.run.plots import pyplot
 from qat_lora.run.report import write_report
 from qat_lora.run.rundir import Run
 from qat_lora.train.intervals import share, shown
@@ -251,6 +250,8 @@ PANELS = (
 
 def plot(lines: list[dict], path: Path, length: int) -> Path:
     """Plot a run's metrics.jsonl in four panels, SFT first, then GRPO."""
+    from qat_lora.run.plots import pyplot
+
     plt = pyplot()
     figure, axes = plt.subplots(2, 2, figsize=(12, 8))
     for axis, (title, names) in zip(axes.flat, PANELS):
