@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -199,13 +200,10 @@ def open_trial(device: str, precision: str) -> Trial:
 @contextmanager
 def same_noise() -> Iterator[None]:
     """Within this context torch.rand_like draws on the host, so that every device gets the same noise."""
-    original, random = torch.rand_like, torch.Generator().manual_seed(0)
+    random = torch.Generator().manual_seed(0)
 
     def draw(tensor: Tensor, **options) -> Tensor:
         return torch.rand(tensor.shape, dtype=tensor.dtype, generator=random).to(tensor.device)
 
-    torch.rand_like = draw
-    try:
+    with patch.object(torch, "rand_like", draw):
         yield
-    finally:
-        torch.rand_like = original

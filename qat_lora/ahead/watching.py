@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from qat_lora.backend.devices import on_host
 from qat_lora.backend.eager import TorchBackend
 from qat_lora.backend.placing import put_zeros
 from qat_lora.errors import ROOT, UserError
@@ -69,14 +70,10 @@ def ones(state):
     return state
 
 
-def _is_host(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
-
-
 def _reads(function, first: Tensor, others: tuple, options: dict) -> bool:
     """Whether a call reads a value: also one whose result has a shape that depends on values, as with a mask."""
-    if _is_host(first):  # a copy to the host
-        return function is Tensor.copy_ and isinstance(others[0], Tensor) and not _is_host(others[0])
+    if on_host(first):  # a copy to the host
+        return function is Tensor.copy_ and isinstance(others[0], Tensor) and not on_host(others[0])
     if function in (Tensor.__getitem__, Tensor.__setitem__):
         places = others[0] if isinstance(others[0], tuple) else (others[0],)
         return any(isinstance(place, Tensor) and place.dtype == torch.bool for place in places)
@@ -92,8 +89,8 @@ def _copies(function, args: tuple, options: dict) -> bool:
         device = options.get("device")
         return device is not None and torch.device(device).type != "cpu"
     if function is Tensor.new_tensor:
-        return not _is_host(first)
-    if options.get("non_blocking") or not isinstance(first, Tensor) or not _is_host(first):
+        return not on_host(first)
+    if options.get("non_blocking") or not isinstance(first, Tensor) or not on_host(first):
         return False
     if function is Tensor.to:
         wanted = [x for x in (*args[1:], *options.values()) if isinstance(x, str | torch.device | Tensor)]

@@ -102,13 +102,12 @@ def resolve(requested: str = "auto") -> str:
         raise UserError(
             f"device={requested}: the package torch_xla is not installed; pip install -r requirements-tpu.txt"
         )
-    if requested == "xla" and not chips:
-        os.environ["PJRT_DEVICE"] = "CPU"
-    if chips and requested != "cpu":
+    if chips:
         if requested == "tpu" or "PJRT_DEVICE" not in os.environ:
             os.environ["PJRT_DEVICE"] = "TPU"
         return "xla"
     if requested == "xla":
+        os.environ["PJRT_DEVICE"] = "CPU"
         return "xla"
     import torch  # after the checks of the request, since it takes a second
 

@@ -140,7 +140,11 @@ class XlaBackend(TorchBackend):
         self.step_boundary()
 
     def counters(self) -> dict[str, int]:
-        return counters()
+        """compiles: graphs compiled so far; fallbacks: calls of operators that XLA ran on the host."""
+        return {
+            "compiles": int(met.counter_value("UncachedCompile") or 0),
+            "fallbacks": int(sum(met.counter_value(name) for name in fallback_names())),
+        }
 
     def peak_memory_mb(self) -> float:
         if self.on_tpu:
@@ -148,16 +152,8 @@ class XlaBackend(TorchBackend):
         return super().peak_memory_mb()
 
 
-def counters() -> dict[str, int]:
-    """compiles: graphs compiled so far; fallbacks: calls of operators that XLA ran on the host (any `aten::` name)."""
-    fallbacks = fallback_names()
-    return {
-        "compiles": int(met.counter_value("UncachedCompile") or 0),
-        "fallbacks": int(sum(met.counter_value(name) for name in fallbacks)),
-    }
-
-
 def fallback_names() -> list[str]:
+    """The counters of operators that XLA ran on the host: all `aten::` names."""
     return sorted(name for name in met.counter_names() if name.startswith("aten::"))
 
 

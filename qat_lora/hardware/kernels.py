@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -21,25 +22,16 @@ from qat_lora.train.optimizer import CautiousAdamW
 SIZES = {"tiny": (256, 512, 2048, 16, 3), "real": (3072, 1024, 151936, 512, 20)}
 
 
-@contextmanager
-def every_size() -> Iterator[None]:
+def every_size():
     """Within this context native.c's kernels run for tensors of any size."""
-    before, native.SMALLEST = native.SMALLEST, 1
-    try:
-        yield
-    finally:
-        native.SMALLEST = before
+    return patch.object(native, "SMALLEST", 1)
 
 
 @contextmanager
 def plain_forms() -> Iterator[None]:
     """Within this context no kernel is used, neither native.c's nor torch.compile's."""
-    before = native.library, compiled.COMPILED
-    native.library, compiled.COMPILED = (lambda: None), []
-    try:
+    with patch.object(native, "library", lambda: None), patch.object(compiled, "COMPILED", []):
         yield
-    finally:
-        native.library, compiled.COMPILED = before
 
 
 def cases(size: str, device: torch.device) -> dict[str, tuple[float, Callable[[], list[Tensor]]]]:

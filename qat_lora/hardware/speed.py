@@ -64,12 +64,10 @@ def measure(name: str, place: Machine) -> Figures:
         figures |= {"peak GB": backend.peaks[phase] / 1e9, "dry run's estimate GB": sum(parts.values()) / 1e9}
     figures |= found
     if name in LANGUAGE_MODELS:
-        batch, trained = backend.batch, backend.placed[0]
+        rows = backend.batch["tokens"]
         if peak := peak_flops(backend.name):
-            figures["MFU"] = model_flops(trained, tokens, batch["tokens"].shape[1]) / seconds / peak
-        del trained
+            figures["MFU"] = model_flops(backend.placed[0], tokens, rows.shape[1]) / seconds / peak
         config = plain_config(backend)
-        rows = batch["tokens"]
         try:
             plain, memory = plain_update(config, rows, backend)
         except torch.OutOfMemoryError:

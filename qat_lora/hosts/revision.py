@@ -37,7 +37,9 @@ def agree_on_code(group: Group) -> None:
     group.agree({"the script": (script, script)}, "start the same one on every host")
     mine = code_digest()
     group.agree({"code": (mine, f"{revision()} ({mine})")}, "check out the same revision on every host")
-    everyone = group.gather({name: version(name) for name in VERSIONS})
+    everyone = group.gather(
+        {name: str(getattr(sys.modules.get(name), "__version__", installed_version(name))) for name in VERSIONS}
+    )  # of the imported module or, without one, of the installed package
     for rank, theirs in enumerate(everyone):
         other = [name for name in VERSIONS if theirs[name] != everyone[0][name]]
         if other and group.rank in (0, rank):
@@ -59,8 +61,3 @@ def code_digest() -> str:
     for path in files:
         digest.update(f"{path.relative_to(ROOT)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()[:12]
-
-
-def version(name: str) -> str:
-    """The imported module's version, or the installed one."""
-    return str(getattr(sys.modules.get(name), "__version__", installed_version(name)))

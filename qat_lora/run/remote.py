@@ -9,7 +9,7 @@ from pathlib import Path
 import fsspec
 
 from qat_lora.errors import FULL_DISK, STOPS, UserError, first_line
-from qat_lora.run.checkpoint import COPIES, copies_of
+from qat_lora.run.checkpoint import COPIES, KEEP, copies_of
 from qat_lora.run.console import say
 
 LAST = "meta.json"  # written last: a checkpoint without it is incomplete
@@ -92,13 +92,6 @@ def push(checkpoint: Path, url: str, beside: Sequence[Path] = ()) -> None:
             files.put_file(str(file), f"{target}/{file.name}")
 
 
-def fetch(url: str, names: Sequence[str], folder: Path) -> None:
-    """Copy the named files from a URL into a folder."""
-    with opened(url) as (files, path):
-        for name in names:
-            files.get_file(f"{path}/{name}", str(folder / name))
-
-
 def pull(url: str, folder: Path) -> list[Path]:
     """Copy all complete checkpoints into `folder`; returns their paths, newest first. They may still be damaged."""
     found = []
@@ -119,14 +112,8 @@ def prune(url: str, keep: int) -> None:
             files.rm(f"{path}/step_{step}", recursive=True)
 
 
-KEEP = 2
-
-
-BESIDE = (
-    "config.yaml",
-    "metrics.jsonl",
-    "manifest.json",
-)  # copied with every checkpoint; manifest.json comes last, because a folder that has it counts as a run
+# Copied with every checkpoint; manifest.json comes last, because a folder that has it counts as a run.
+BESIDE = ("config.yaml", "metrics.jsonl", "manifest.json")
 
 
 def copy_out(run_path: Path, checkpoint: Path, url: str) -> None:
@@ -147,7 +134,9 @@ def bring_back(url: str, folder: Path, check: Callable[[Path], object]) -> None:
     if (step := newest(url)) is None:
         return
     with tempfile.TemporaryDirectory() as there:
-        fetch(f"{url}/{step}", BESIDE, Path(there))
+        with opened(f"{url}/{step}") as (files, path):
+            for name in BESIDE:
+                files.get_file(f"{path}/{name}", f"{there}/{name}")
         try:
             check(Path(there))
         except UserError as error:

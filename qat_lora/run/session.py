@@ -238,12 +238,11 @@ class Session:
             "seconds": self.seconds,
             "logged_seconds": self.logged_seconds,
         }
-        meta = {"stage": self.stage}
         tensors = self.backend.to_host(tensors)
         bad = next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None)
         if bad:  # the loss of this step was finite, its update was not
             self._refuse(step, {bad: "the updated parameter"})
-        trainer = self.backend.to_host(trainer)
+        trainer, meta = self.backend.to_host(trainer), {"stage": self.stage}
         written = save_checkpoint(self.run.path, step, tensors, trainer, meta, self.keep, self.files)
         if self.saved:
             self._copy_out(written)
