@@ -24,6 +24,7 @@ from qat_lora.run.console import attempt, say, summarise
 from qat_lora.run.files import new_folder, read_json, write_atomically, write_json, writing
 from qat_lora.run.report import write_report
 from qat_lora.run.rundir import Run
+from qat_lora.train.evaluation import perplexity
 from qat_lora.train.intervals import share, shown
 
 WRONG_NAME = "Spongebob Squarepants"
@@ -114,7 +115,7 @@ class BobSampler(Sampler):
                 logp = log_probs(judge, prompts, placed["tokens"].unflatten(0, (len(filled), width)))
             nll, kept = self.backend.fetch(-(logp.flatten(0, 1) * placed["mask"]).sum(), placed["mask"].sum())
             total, count = total + nll, count + kept
-        return math.exp(min(80.0, total / count if count else 80.0))
+        return perplexity(total / count if count else math.inf)
 
 
 def rates(answers: list[Answer]) -> dict[str, dict]:

@@ -12,6 +12,7 @@ from qat_lora.experiments.stories.baselines import SmallLM
 from qat_lora.experiments.stories.text import Stories, spans
 from qat_lora.rl.rollout import Sampling, draw
 from qat_lora.run.console import say, watched
+from qat_lora.train.evaluation import perplexity
 from qat_lora.train.loop import trained_parameters
 from qat_lora.train.losses import sparse_loss
 
@@ -66,7 +67,7 @@ def heldout(model: SmallLM, stories: Stories, length: int, rows: int, backend: T
     nll = total / len(stories.heldout)
     return {
         "heldout_nll": nll,
-        "heldout_ppl": math.exp(min(nll, 80)),
+        "heldout_ppl": perplexity(nll),
         "bits_per_byte": total / math.log(2) / stories.heldout_bytes,
     }
 
