@@ -31,10 +31,10 @@ import torch.nn.functional as F
 import yaml
 from kneser_ney import KneserNey
 from matplotlib import pyplot as plt
+from ridge_readout import RidgeMoments
 
 from qat_lora.errors import UserError
 from qat_lora.experiments.stories.reservoir import DiagonalReservoir, EchoState, ReservoirSpec
-from qat_lora.experiments.stories.ridge import RidgeMoments
 from qat_lora.experiments.stories.scan import sequential_scan
 from qat_lora.experiments.stories.text import Stories, load_stories
 from qat_lora.hosts.revision import revision
