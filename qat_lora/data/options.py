@@ -101,5 +101,4 @@ class TextOptions(TextSource):
 
         if self.streaming and not self.max_rows:
             raise UserError("--streaming may never end; give --max-rows with it")
-        bos = self.bos_token(tokenizer)
-        return pack(self.documents(tokenizer), tokenizer, self.length, self.max_rows, bos)
+        return pack(self.documents(tokenizer), tokenizer, self.length, self.max_rows, self.bos_token(tokenizer))

@@ -69,7 +69,7 @@ def given_token(tokenizer, bos: int | None) -> int | None:
     return None if bos == tokenizer.eos_token_id else bos
 
 
-def window_starts(tokens: torch.Tensor, length: int, stride: int, bos: int | None = None) -> list[int]:
+def window_starts(tokens: torch.Tensor, length: int, stride: int, bos: int | None) -> list[int]:
     """The starts of windows of `length` tokens in a stream [T], `stride` apart; an incomplete last window is dropped.
 
     With `bos`, `windowed` overwrites a window's first token with BOS. A window whose second token is already BOS starts
@@ -86,7 +86,7 @@ def window_starts(tokens: torch.Tensor, length: int, stride: int, bos: int | Non
         start += stride
 
 
-def windowed(values: torch.Tensor, starts: list[int], length: int, first: int | None = None) -> torch.Tensor:
+def windowed(values: torch.Tensor, starts: list[int], length: int, first: int | None) -> torch.Tensor:
     """The windows [N, length] of a stream [T]; `first` replaces the first value of each."""
     rows = torch.stack([values[start : start + length] for start in starts])
     if first is not None:

@@ -110,8 +110,8 @@ def _read(folder: Path) -> dict[str, Tensor]:
 def _check_config(folder: Path, config: dict) -> None:
     """Raise UserError unless the adapter is a LoRA on an unchanged base: other changes that PEFT makes while loading
     would be missing from an export, or applied twice."""
-    if config.get("peft_type") != "LORA" or config.get("task_type") not in (None, "CAUSAL_LM"):
-        kind, task = config.get("peft_type"), config.get("task_type")
+    kind, task = config.get("peft_type"), config.get("task_type")
+    if kind != "LORA" or task not in (None, "CAUSAL_LM"):
         raise UserError(
             f"adapter {folder}: peft_type {kind} with task_type {task} is not supported; use a LoRA with CAUSAL_LM"
         )

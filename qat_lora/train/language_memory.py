@@ -26,7 +26,7 @@ def weight_memory(model: nn.Module) -> int:
     return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
 
 
-def head_memory(model: nn.Module, positions: int, bf16: bool, room: int = STRIP_BYTES) -> int:
+def head_memory(model: nn.Module, positions: int, bf16: bool, room: int) -> int:
     """Bytes of the LM head at `positions` positions: its weight in the type used for the product, at most `room` bytes
     of logits, and the gradient of the hidden states."""
     vocab, hidden = unwrap(model).get_output_embeddings().weight.shape
@@ -67,10 +67,10 @@ def _is_quantised_in_training(matrix: Matrix) -> bool:
     return quantizer is not None and quantizer.codes is None
 
 
-def loading_memory(model: nn.Module, stored: int = 2) -> Parts:
-    """Memory while weights are read: the file is mapped, `stored` bytes per weight."""
-    count = sum(p.numel() for p in model.parameters())
-    return program_memory(model) | {"weights": weight_memory(model), "the file": stored * count}
+def loading_memory(model: nn.Module) -> Parts:
+    """Memory while weights are read: the file is mapped, 2 bytes per weight."""
+    stored = 2 * sum(p.numel() for p in model.parameters())
+    return program_memory(model) | {"weights": weight_memory(model), "the file": stored}
 
 
 def reading_memory(model: nn.Module) -> Parts:

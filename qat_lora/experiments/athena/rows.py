@@ -250,7 +250,7 @@ def save(folder: Path, train: PuzzleRows, heldout: PuzzleRows) -> None:
 
 def _save(side: Path, rows: PuzzleRows) -> None:
     each = np.arange(len(rows))
-    groups = rows.groups or Groups(each, np.append(each, len(rows)), np.append(each, len(rows)))
+    groups = rows.groups or Groups.of(each, each)
     rows, puzzle_count, group_count = rows.take(groups.order), len(groups.starts) - 1, len(groups.firsts) - 1
     facts = {
         "seq_len": rows.length, "vocab_size": rows.vocab, "pad_id": PAD, "ignore_label_id": PAD,

@@ -12,7 +12,7 @@ class SmallLM(nn.Module):
     """Embedding, blocks and norm; the LM head is tied to the embedding. Every block has begin(rows) → state and
     forward(x [B, T, D], state) → (y, state)."""
 
-    def __init__(self, vocab: int, width: int, blocks: list[nn.Module], dropout: float = 0.0):
+    def __init__(self, vocab: int, width: int, blocks: list[nn.Module], dropout: float):
         super().__init__()
         self.embedding = nn.Embedding(vocab, width)
         nn.init.normal_(self.embedding.weight, std=width**-0.5)
@@ -47,7 +47,7 @@ class MinGRUBlock(nn.Module):
     """minGRU (arXiv 2410.01201) and a feed-forward layer: h_t = (1 − z_t)·h_{t−1} + z_t·h̃_t, with z_t and h̃_t
     computed from x_t alone."""
 
-    def __init__(self, width: int, hidden: int, dropout: float = 0.0):
+    def __init__(self, width: int, hidden: int, dropout: float):
         super().__init__()
         self.width, self.norm, self.both = width, nn.LayerNorm(width), nn.Linear(width, 2 * width)
         self.out, self.dropout = nn.Linear(width, width), nn.Dropout(dropout)
@@ -70,7 +70,7 @@ class TransformerBlock(nn.Module):
     """Causal self-attention with rotary positions (arXiv 2104.09864) and a feed-forward layer; the state is all keys
     and values so far."""
 
-    def __init__(self, width: int, hidden: int, heads: int, dropout: float = 0.0):
+    def __init__(self, width: int, hidden: int, heads: int, dropout: float):
         super().__init__()
         self.heads, self.norm = heads, nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
@@ -96,7 +96,7 @@ class WindowAttention(nn.Module):
     """Causal self-attention to the last `window` positions. Their keys and values are the state, so its size is fixed.
     Positions before the text hold zeros and are attended to as well."""
 
-    def __init__(self, width: int, heads: int, window: int, dropout: float = 0.0):
+    def __init__(self, width: int, heads: int, window: int, dropout: float):
         super().__init__()
         self.heads, self.window, self.norm = heads, window, nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)

@@ -138,7 +138,7 @@ class ReservoirBlock(nn.Module):
     """y = g ⊙ x + (1 − g) ⊙ u for an input x [B, T, D]. u is a trained mix (norm and one hidden layer) of the states of
     the block's reservoirs; g is a trained gate on x."""
 
-    def __init__(self, width: int, hidden: int, specs: tuple[ReservoirSpec, ...], dropout: float = 0.0):
+    def __init__(self, width: int, hidden: int, specs: tuple[ReservoirSpec, ...], dropout: float):
         super().__init__()
         self.reservoirs = nn.ModuleList(reservoir(spec, width) for spec in specs)
         features = sum(each.features for each in self.reservoirs)
