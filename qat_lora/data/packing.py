@@ -110,7 +110,7 @@ def pack(
     if not starts:
         raise UserError(f"the text has {len(tokens)} tokens, too few for a row of {length}; lower --length or add text")
     unlearned = None if bos is None else 0
-    rows = (windowed(values, starts, length, first) for values, first in ((tokens, bos), (mask, unlearned)))
+    rows = windowed(tokens, starts, length, bos), windowed(mask, starts, length, unlearned)
     return Rows(*rows, given_token(tokenizer, bos))
 
 

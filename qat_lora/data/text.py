@@ -82,10 +82,6 @@ def _check_file(path: Path) -> None:
         raise UserError(f"{path} is a folder; give a {_either(FILE_READERS)} file in it")
 
 
-def is_txt(source: str) -> bool:
-    return Path(source).suffix.lower() == ".txt"
-
-
 def txt_parts(path: Path) -> Iterator[str | None]:
     """The text of a .txt file in parts as it is read, with None for every END. Lines end in "\n"; the text is not yet
     in NFC. Raises UserError if the file is missing, cannot be read or is not UTF-8."""

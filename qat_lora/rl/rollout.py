@@ -88,9 +88,8 @@ def rollout(
                 logits = head.logits(reader.next(token, step - 1).to(head.weight.dtype))
             token, logp, entropy = draw(logits, sampling)
             token = torch.where(finished, fill, token)
-            tokens.index_copy_(0, step, token.unsqueeze(0))
-            logps.index_copy_(0, step, logp.unsqueeze(0))
-            entropies.index_copy_(0, step, entropy.unsqueeze(0))
+            for all_steps, this_step in ((tokens, token), (logps, logp), (entropies, entropy)):
+                all_steps.index_copy_(0, step, this_step.unsqueeze(0))
             finished, step = finished | (token.unsqueeze(1) == stop).any(1), step + 1
             backend.step_boundary()
             if (turn + 1) % backend.steps_between_reads == 0 and backend.fetch(finished.all())[0]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from qat_lora.data.chat import Document
-from qat_lora.data.text import END, in_pieces, is_txt, read_rows, txt_parts
+from qat_lora.data.text import END, in_pieces, read_rows, txt_parts
 from qat_lora.errors import UserError
 from qat_lora.experiments.stories.token_files import Tokens, cached, read_meta, token_type, write_meta
 from qat_lora.models.loading import load_tokenizer
@@ -156,7 +156,8 @@ def _survey(source: str, most: int, heldout: float, alphabet: bool) -> _Text:
 
 def _pieces(source: str, most: int) -> Iterator[tuple[str, bool]]:
     """The first `most` stories, as `in_pieces` cuts them."""
-    parts = txt_parts(Path(source).expanduser()) if is_txt(source) else _row_parts(source)
+    path = Path(source).expanduser()
+    parts = txt_parts(path) if path.suffix.lower() == ".txt" else _row_parts(source)
     count = 0
     for piece, ends in in_pieces(parts):
         yield piece, ends
