@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from qat_lora.ahead.aot import Graph
 from qat_lora.ahead.watching import NoReads, ones
-from qat_lora.backend.placing import retie, tied_parameters
+from qat_lora.backend.placing import replace_tensors
 from qat_lora.backend.xla import XlaBackend
 
 _XLA = torch_xla._XLAC
@@ -69,17 +69,13 @@ class RecordingBackend(XlaBackend):
         return None
 
     def place(self, module: nn.Module) -> nn.Module:
-        groups = tied_parameters(module)
-        for name, tensor in [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]:
-            owner, _, leaf = name.rpartition(".")
+        def placeholder(_: str, tensor: Tensor) -> Tensor:
             here = torch.zeros(tensor.shape, dtype=tensor.dtype).to(self.device)
-            if isinstance(tensor, nn.Parameter):
-                here = nn.Parameter(here, requires_grad=tensor.requires_grad)
-            with torch.no_grad():
-                here.zero_()  # pending, so that its storage can be dropped
-            setattr(module.get_submodule(owner), leaf, here)
+            here.zero_()  # pending, so that its storage can be dropped
             self._drop()
-        retie(module, groups)
+            return here
+
+        replace_tensors(module, placeholder)
         return module
 
     def step_boundary(self) -> None:
