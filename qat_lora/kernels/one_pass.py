@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from qat_lora.kernels.softmax import add_rows, exponentiate
-from qat_lora.kernels.two_passes import TwoPasses, multiplied
+from qat_lora.kernels.two_passes import TwoPasses
 
 
 class OnePass(TwoPasses):
@@ -15,27 +15,13 @@ class OnePass(TwoPasses):
         back, _ = self._zeros((False, False))
         for block in self.blocks:
             here, index = back[block], self.index[block]
-            self._exponentials(block, here)
+            self.over_strips(exponentiate, block, back=here)
             if not (self.z[block].isfinite().all() and here.isfinite().all()):
                 self.peak[block] = self.largest(self._cast(block))
-                self._exponentials(block, here.zero_(), again=True)
+                self.over_strips(exponentiate, block, again=True, back=here.zero_())
             share = mass[block] / self.z[block] / self.temperature
             softmax = self.without_repeats(block, self.chosen[block].exp() * share)
             asked = softmax.sub_(taken[block] / self.temperature)
             add_rows(here.mul_(share), self.head.weight, index, self.through_head(block, asked))
         self.normalised = True
         return back, None, None
-
-    def _exponentials(self, block: slice, back: Tensor, again: bool = False) -> None:
-        """Compute z and chosen of a block of positions, and add Σ e^(x − p)·W [n, H] over all tokens except those of
-        `index` to `back`. again: with the peaks of before."""
-        hidden, product = self._cast(block), None
-        z, chosen = self.z[block].zero_(), self.chosen[block].zero_()
-        for strip in self.columns:
-            head = self.head.strip(strip, self.dtype)
-            product = multiplied(hidden, head.weight, product)
-            peak = None if strip.start == 0 and not again else self.peak[block]
-            self.peak[block], part_z, found = self._piece(exponentiate, head, product, block, strip.start, peak)
-            z.add_(part_z)
-            chosen.add_(found)
-            back.add_(product @ head.weight)

@@ -36,21 +36,28 @@ class TwoPasses(HeadSoftmax):
         self.normalised = True
         return back, *sums
 
-    def _normalise(self, block: slice, again: bool = False) -> Tensor:
-        """Compute p, z and chosen of a block of positions; returns the products of its last strip. again: a second
-        pass, which keeps the peaks."""
+    def _normalise(self, block: slice) -> Tensor:
+        """Compute p, z and chosen of a block of positions; returns the products of its last strip."""
+        product = self.over_strips(normalise, block)
+        if len(self.columns) > 1 and not self.z[block].isfinite().all():
+            self.peak[block] = self.largest(self._cast(block))
+            product = self.over_strips(normalise, block, again=True)
+        return product
+
+    def over_strips(self, function, block: slice, again: bool = False, back: Tensor | None = None) -> Tensor:
+        """Compute p, z and chosen of a block of positions with `normalise` or `exponentiate`; returns the products of
+        its last strip. again: keep the peaks. back [n, H]: gets what `function` leaves of the products, times W."""
         hidden, product = self._cast(block), None
         z, chosen = self.z[block].zero_(), self.chosen[block].zero_()
         for strip in self.columns:
             head = self.head.strip(strip, self.dtype)
             product = multiplied(hidden, head.weight, product)
             peak = None if strip.start == 0 and not again else self.peak[block]
-            self.peak[block], part_z, found = self._piece(normalise, head, product, block, strip.start, peak)
+            self.peak[block], part_z, found = self._piece(function, head, product, block, strip.start, peak)
             z.add_(part_z)
             chosen.add_(found)
-        if len(self.columns) > 1 and not again and not z.isfinite().all():
-            self.peak[block] = self.largest(hidden)
-            return self._normalise(block, again=True)
+            if back is not None:
+                back.add_(product @ head.weight)
         return product
 
     def largest(self, hidden: Tensor) -> Tensor:
