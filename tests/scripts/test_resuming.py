@@ -141,16 +141,6 @@ def test_low_bit_training_resumes_with_another_split_and_other_evaluations(
 
 
 # the defaults of versions that did not derive learning rates from the weights
-EARLIER = ["--learning-rate", 8e-4, "--layer-learning-rate", 5e-4]
-
-
-def test_a_run_of_an_earlier_version_keeps_its_learning_rates(run, die, qat, tmp_path):
-    flags = [*qat, "--max-steps", 4, "--layer-steps", 1, "--layer-rows", 4, "--save-every", 3, "--log-every", 1]
-    run("train_qat", *flags, *EARLIER, "--output-dir", tmp_path / "whole")
-    flags += ["--output-dir", tmp_path / "run", "--resume", "auto"]
-    die("train_qat", *flags, *EARLIER)
-    run("train_qat", *flags)
-    assert lines(tmp_path / "run") == lines(tmp_path / "whole")
 
 
 def test_a_given_learning_rate_must_be_given_again(run, die, qat, tmp_path):

@@ -14,10 +14,9 @@ from qat_lora.data.batches import batches
 from qat_lora.errors import UserError
 from qat_lora.kd.evaluation import heldout_figures
 from qat_lora.kd.training import QATPlan, kd_loss
-from qat_lora.models.loading import load_model
 from qat_lora.quant.linear import parameter_groups, quantized_layers
 from qat_lora.quant.student import StudentSpec
-from qat_lora.quant.training import select_parameters, usual_rates
+from qat_lora.quant.training import usual_rates
 from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session
 from qat_lora.train.loop import restore
@@ -196,8 +195,3 @@ def test_an_impossible_plan_is_refused(changes, said):
     with pytest.raises(UserError, match=said):
         dataclasses.replace(PLAN, **changes)
     assert dataclasses.replace(PLAN, scale_learning_rate=None).scale_rate == PLAN.learning_rate
-
-
-def test_an_unknown_scope_is_refused(tiny_model_dir):
-    with pytest.raises(UserError, match="scope 'mpl' is not one of all, mlp, attn, weights"):
-        select_parameters(load_model(str(tiny_model_dir)), "mpl")
