@@ -140,9 +140,6 @@ def test_low_bit_training_resumes_with_another_split_and_other_evaluations(
     assert summary(tmp_path / "run")["best"]["heldout_kl"] == best
 
 
-# the defaults of versions that did not derive learning rates from the weights
-
-
 def test_a_given_learning_rate_must_be_given_again(run, die, qat, tmp_path):
     flags = [*qat, "--max-steps", 4, *EVERY]
     die("train_qat", *flags, "--learning-rate", 3e-4)
