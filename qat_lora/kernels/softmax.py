@@ -75,7 +75,7 @@ def _gradient(
     grad = (logits / temperature - peak).exp() * mass
     if taken is not None:
         place, inside = _places(product, index, start)
-        grad = scattered(grad, place, torch.where(inside, taken, 0))
+        grad = scattered(grad, place, torch.where(inside, taken, 0).to(grad.dtype))
     return head.gradient(grad, logits)
 
 
