@@ -2,7 +2,7 @@
 
 Nothing is compiled or computed, and no tensor has storage: each step boundary keeps the graph that torch_xla would have
 handed to the compiler, and replaces its results with placeholders. So the graphs of a model of any size can be recorded
-on any machine, for `backend.aot` to compile. That a TPU would record the same graphs is not proved.
+on any machine, for `ahead.aot` to compile. That a TPU would record the same graphs is not proved.
 """
 
 import gc
