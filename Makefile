@@ -129,7 +129,7 @@ PYTEST = $(PY) -m pytest -n logical --maxprocesses 8 --dist loadfile --no-loadsc
 test-fast: setup-dev ## the tests to run before each commit (a minute on two cores)
 	$(PYTEST) -m "not slow and not deep and not hosts and not peer and not zoo and not faults"
 
-test: setup-dev ## prove that everything works on this machine (9 minutes on two cores)
+test: setup-dev ## prove that everything works on this machine (7 minutes on two cores)
 	$(PYTEST)
 
 test-deep: setup-dev ## what is deep and slow: the TPU's compiler, notebooks, launches, hosts, other CPUs (half an hour)

@@ -1,4 +1,4 @@
-"""One update outside a run, as the benchmarks time it."""
+"""One update outside a run, as benchmarks time it and tests check it."""
 
 from collections.abc import Callable, Iterator
 

@@ -1,13 +1,16 @@
 """The scripts' training loops, and single updates outside a run, for tests."""
 
 import functools
+import runpy
 
+from qat_lora.errors import ROOT
 from qat_lora.rl.grpo import policy_loss
 from qat_lora.run.metrics import Metric, Share, Total
 from qat_lora.run.scripts import load_script
 from qat_lora.train.loop import plain_stage, tokens_of
 
 script = functools.cache(load_script)
+one_update = runpy.run_path(str(ROOT / "benchmarks" / "one_update.py"))["update"]
 
 
 def train_plain(model, rows, loss_of, plan, session, evaluate=lambda step: {}, stage="train") -> None:
@@ -20,19 +23,6 @@ def train_plain(model, rows, loss_of, plan, session, evaluate=lambda step: {}, s
             session.backend.backward(loss)
             update.add(loss=Share(loss), tokens=Total(tokens_of(batch)))
         update.record(grad_norm=update.step())
-
-
-def one_update(model, stream, loss_of, optimizer, plan, backend) -> dict:
-    """Make one update outside a run; returns its loss and grad_norm, device scalars."""
-    loss = 0
-    for micro in range(plan.accumulation):
-        if micro:
-            backend.step_boundary()
-        with backend.autocast():
-            part = loss_of(model, next(stream))
-        backend.backward(part)
-        loss = loss + part.detach()
-    return {"loss": loss, "grad_norm": backend.update(optimizer, plan.clip_grad_norm)}
 
 
 def train_qat(student, train, plan, session, evaluate) -> None:

@@ -202,8 +202,8 @@ class TorchBackend:
 
     def compiles(self, choice: str, auto: bool | None = None) -> bool:
         """Whether --compile `choice` (auto, on or off) means torch.compile on this device. auto: what "auto" means;
-        by default, that of a GPU, since for a language model on a CPU native.c is as fast. If something is missing,
-        worker 0 says so and nothing is compiled."""
+        by default, yes on a GPU only: for a language model on the CPU, native.c fuses the same operations. If something
+        is missing, worker 0 says so and nothing is compiled."""
         wanted = choice == "on" or (choice == "auto" and (self.kind == "cuda" if auto is None else auto))
         lacking = self._compiler_lacks() if wanted else None
         if lacking and self.is_main:

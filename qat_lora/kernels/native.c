@@ -110,7 +110,7 @@ void gradients(const float *w, const void *grad, float *of_w, float *of_s, Scale
 −m/(√v·size + eps) that go against their gradient, 0 for the others. Returns how many do. */
 long move_moments(const float *grad, float *m, float *v, float *moves, float first, float second, float size, float eps,
                   long n, int threads) {
-    long agreeing = 0;
+    long agreeing = 0; /* threads take longer to start than a small parameter to update */
 #pragma omp parallel for simd num_threads(threads) reduction(+ : agreeing) if (n >= 65536)
     for (long i = 0; i < n; i++) {
         float g = grad[i];

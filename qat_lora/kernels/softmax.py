@@ -33,7 +33,7 @@ def exponentiate(
     if found := _in_c("exponentiate", head, product, index, start, temperature, peak):
         return found
     found = _normalised(product, head, index, start, temperature, peak)
-    product.copy_(_gradient(product, head, index, start, temperature, found[0], torch.ones_like(found[0]), None))
+    product.copy_(mass_gradient(product, head, temperature, found[0], torch.ones_like(found[0])))
     place, inside = _places(product, index, start)
     # where an index is outside, its place is a wrong one, and amin with infinity does nothing
     product.scatter_reduce_(1, place, torch.where(inside, 0, torch.inf).to(product.dtype), "amin")
@@ -42,16 +42,17 @@ def exponentiate(
 
 def gradient(
     head: Head, product: Tensor, index: Tensor, start: int, temperature: float, peak: Tensor, mass: Tensor,
-    taken: Tensor | None,
+    taken: Tensor,
 ) -> Tensor:  # fmt: skip
     """(mass · e^(x − p) + taken at `index`) · temperature · ∂x/∂product [n, v] in the product's type, with mass [n, 1]
-    and taken [n, J]; without the targets if taken is None. May overwrite the product."""
+    and taken [n, J]. May overwrite the product."""
     finish = _Finish.of(head, temperature)
-    if finish and taken is not None and native.suits(product, peak, mass, taken, types=native.TYPES):
+    if finish and native.suits(product, peak, mass, taken, types=native.TYPES):
         places = _Places.of(index, start)
         native.run("softmax", product.shape, product, native.TYPES[product.dtype], finish, peak, mass, places, taken)
         return product
-    return _gradient(product, head, index, start, temperature, peak, mass, taken).to(product.dtype)
+    grad = mass_gradient(product, head, temperature, peak, mass, (index, start, taken))
+    return grad.to(product.dtype)
 
 
 @fused
@@ -67,13 +68,16 @@ def _normalised(
 
 
 @fused
-def _gradient(
-    product: Tensor, head: Head, index: Tensor, start: int, temperature: float, peak: Tensor, mass: Tensor,
-    taken: Tensor | None,
+def mass_gradient(
+    product: Tensor, head: Head, temperature: float, peak: Tensor, mass: Tensor,
+    targets: tuple[Tensor, int, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
+    """mass · e^(x − p) · temperature · ∂x/∂product [n, v], in fp32 or wider. targets: (index, start, taken), to add
+    taken before the last factor, see `gradient`."""
     logits = head.finish(product)
     grad = (logits / temperature - peak).exp() * mass
-    if taken is not None:
+    if targets is not None:
+        index, start, taken = targets
         place, inside = _places(product, index, start)
         grad = scattered(grad, place, torch.where(inside, taken, 0).to(grad.dtype))
     return head.gradient(grad, logits)

@@ -5,6 +5,7 @@ from torch import Tensor
 from qat_lora.kernels.head import Head
 from qat_lora.kernels.head_softmax import HeadSoftmax
 from qat_lora.kernels.lazy import rounded_to, with_barrier
+from qat_lora.kernels.softmax import mass_gradient
 
 
 class TargetRows(HeadSoftmax):
@@ -22,8 +23,7 @@ class TargetRows(HeadSoftmax):
         for block in self.blocks:
             head, product = self._product(block) if self.normalised else self._normalise(block)
             factor, asked = mass[block] / self.z[block] / self.temperature, taken[block] / -self.temperature
-            logits = head.finish(product)
-            grad = head.gradient((logits / self.temperature - self.peak[block]).exp() * factor, logits)
+            grad = mass_gradient(product, head, self.temperature, self.peak[block], factor)
             # kept in fp32: the target rows that are added below cancel most of this product
             back[block].add_(rounded_to(self.dtype, grad) @ head.weight.float())
             softmax = self.without_repeats(block, self.chosen[block].exp() * factor)

@@ -31,15 +31,16 @@ class CautiousAdamW(torch.optim.Optimizer):
             lr, betas = group["lr"], group["betas"]
             numbers = lr, 1 - lr * group["weight_decay"], *corrections(betas, EPS, group["step"])
             trained = [(p, p.grad.contiguous(), *self.state[p].values()) for p in group["params"] if p.grad is not None]
-            in_c = [each for each in trained if native.suits(*each, smallest=1)]
+            in_c, plain = [], []
+            for each in trained:
+                (in_c if native.suits(*each, smallest=1) else plain).append(each)
             room = torch.empty(max((p.numel() for p, *_ in in_c), default=0))
             for each in in_c:
                 step_in_c(*each, room, numbers, betas)
-            if len(in_c) < len(trained):
-                data = numbers_on(trained[0][0], *numbers)  # not constants, with which graphs would be compiled again
-                for each in trained:
-                    if not native.suits(*each, smallest=1):
-                        plain_step(*each, data, *betas)
+            if plain:
+                data = numbers_on(plain[0][0], *numbers)  # not constants, with which graphs would be compiled again
+                for each in plain:
+                    plain_step(*each, data, *betas)
 
 
 def new_optimizer(groups: list[dict], backend: TorchBackend) -> CautiousAdamW:

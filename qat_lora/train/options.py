@@ -61,7 +61,7 @@ class BatchOptions(LoopOptions):
         False, "recompute each block in the backward pass: less memory, more time", identity=False
     )
     compile: Literal["auto", "on", "off"] = opt.device(
-        "auto", "run the decoder blocks through torch.compile: half a minute at the start; auto does so on CUDA only"
+        "auto", "run the decoder blocks through torch.compile, which takes time at the start; auto does so on CUDA only"
     )
 
     def update_facts(self, workers: int) -> dict:
