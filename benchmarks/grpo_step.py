@@ -29,9 +29,10 @@ from qat_lora.errors import UserError
 from qat_lora.experiments.musclebob.questions import training_questions
 from qat_lora.experiments.musclebob.validation import BobSampler
 from qat_lora.hosts.revision import revision
+from qat_lora.kernels.norms import norms_in_one_step
+from qat_lora.kernels.optimizer import new_optimizer
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import EMBEDDED, load_model, load_tokenizer
-from qat_lora.models.norms import norms_in_one_step
 from qat_lora.models.writing import write_model
 from qat_lora.quant.linear import parameter_groups
 from qat_lora.quant.student import freeze_plain_tables
@@ -40,7 +41,6 @@ from qat_lora.rl.objective import Objective
 from qat_lora.rl.rollout import Sampling
 from qat_lora.run.command_line import run_script
 from qat_lora.run.options import ScriptConfig, option
-from qat_lora.train.optimizer import new_optimizer
 
 RATE = 1e-9
 

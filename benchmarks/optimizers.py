@@ -26,8 +26,8 @@ from qat_lora.errors import UserError
 from qat_lora.hosts.revision import revision
 from qat_lora.kd.cache import CacheSpec, edges, write_cache
 from qat_lora.kd.dataset import KDCacheDataset
-from qat_lora.kd.evaluation import heldout_figures
-from qat_lora.kd.training import kd_loss
+from qat_lora.kd.training import heldout_figures, kd_loss
+from qat_lora.kernels.optimizer import new_optimizer
 from qat_lora.models.loading import EMBEDDED, load_config, load_model
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import parameter_groups
@@ -35,7 +35,6 @@ from qat_lora.quant.student import StudentSpec, quantize
 from qat_lora.run.command_line import run_script
 from qat_lora.run.options import ScriptConfig, option
 from qat_lora.train.loop import Plan, set_learning_rates
-from qat_lora.train.optimizer import new_optimizer
 
 SIDES = ("cautious", "fused")
 TRIAL = 4  # updates of the trial that estimates the time per update, after one that is not counted

@@ -42,6 +42,7 @@ from qat_lora.hosts.revision import revision
 from qat_lora.kd.cache import CacheSpec, edges, write_cache
 from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.kd.training import kd_loss
+from qat_lora.kernels.optimizer import new_optimizer
 from qat_lora.lora.add import add_adapter
 from qat_lora.models.loading import EMBEDDED, load_config, load_model
 from qat_lora.quant.init import initialise
@@ -51,7 +52,6 @@ from qat_lora.run.command_line import run_script
 from qat_lora.run.options import ScriptConfig, option
 from qat_lora.train.loop import Plan
 from qat_lora.train.losses import sparse_loss
-from qat_lora.train.optimizer import new_optimizer
 
 PARTS = ("building", "qat", "recovery", "head", "optimizer", "memory", "online", "cosine")
 

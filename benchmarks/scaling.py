@@ -25,6 +25,7 @@ from qat_lora.backend.opening import launch
 from qat_lora.errors import UserError
 from qat_lora.hosts.revision import revision
 from qat_lora.kd.training import kd_loss
+from qat_lora.kernels.optimizer import new_optimizer
 from qat_lora.lora.add import add_adapter
 from qat_lora.models.loading import EMBEDDED, empty_model, load_config, load_model
 from qat_lora.quant.init import initialise
@@ -36,7 +37,6 @@ from qat_lora.run.options import ScriptConfig, option
 from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session
 from qat_lora.train.loop import Plan
-from qat_lora.train.optimizer import new_optimizer
 
 TARGETS = 20  # per position, as with K = 8 and 12 draws
 

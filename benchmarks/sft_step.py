@@ -32,13 +32,13 @@ from qat_lora.experiments.legal.answers import checked_rows, document, messages,
 from qat_lora.experiments.legal.rules import generate
 from qat_lora.experiments.legal.sections import NUMBERS
 from qat_lora.hosts.revision import revision
+from qat_lora.kernels.optimizer import new_optimizer
 from qat_lora.lora.add import add_adapter
 from qat_lora.lora.targets import PROJECTIONS
 from qat_lora.models.loading import EMBEDDED, load_model, load_tokenizer
 from qat_lora.run.command_line import run_script
 from qat_lora.run.options import ScriptConfig, option
 from qat_lora.train.loop import Plan
-from qat_lora.train.optimizer import new_optimizer
 from qat_lora.train.supervised import packed_loss
 
 RATE, SKIPPED = 1e-9, 2

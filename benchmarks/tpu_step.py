@@ -24,6 +24,7 @@ from qat_lora.backend import TorchBackend
 from qat_lora.errors import UserError
 from qat_lora.hardware.speed import model_flops
 from qat_lora.kd.training import kd_loss
+from qat_lora.kernels.optimizer import new_optimizer
 from qat_lora.lora.add import add_adapter
 from qat_lora.models.attention import whole_rows
 from qat_lora.quant.linear import parameter_groups, quantized_layers
@@ -34,7 +35,6 @@ from qat_lora.run.console import say
 from qat_lora.run.options import ScriptConfig
 from qat_lora.run.tpu import compiled, record, table
 from qat_lora.train.losses import text_loss
-from qat_lora.train.optimizer import new_optimizer
 
 STEPS = ("plain", "sft", "cached", "qat", "recovery")
 

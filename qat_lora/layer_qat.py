@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from qat_lora.backend import TorchBackend
 from qat_lora.kd.training import kd_loss
+from qat_lora.kernels.optimizer import new_optimizer
 from qat_lora.models.architecture import as_answer, decoder_layers, replaced
 from qat_lora.quant.blockwise import BlockCalls, Call, block_outputs, compensate_block, first_inputs, run_block
 from qat_lora.quant.linear import full_precision, parameter_groups
 from qat_lora.run.metrics import Last, Share, Total
 from qat_lora.run.session import Session
 from qat_lora.train.loop import cosine, restore, set_learning_rates, trained_parameters
-from qat_lora.train.optimizer import new_optimizer
 
 
 @dataclass(frozen=True)

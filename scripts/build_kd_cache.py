@@ -57,8 +57,7 @@ from qat_lora.errors import UserError
 from qat_lora.kd.cache import CacheSpec, cache_date, edges, open_cache, teacher_pass, write_cache
 from qat_lora.models.loading import check_headers, check_length, empty_model, load_config, load_model, model_fingerprint
 from qat_lora.models.packaged import notes
-from qat_lora.models.planned import planned_name
-from qat_lora.models.source import is_hub
+from qat_lora.models.source import is_hub, planned_name
 from qat_lora.run.console import say, summarise, watched
 from qat_lora.run.files import lock, read_json, write_json
 from qat_lora.train.language_memory import evaluation_memory, least_teacher_memory, loading_memory, sizes_of

@@ -41,8 +41,8 @@ import torch
 
 from qat_lora.ahead.rehearsal import Updates
 from qat_lora.backend import TorchBackend, resolve
+from qat_lora.backend.detect import parallel_num_chips
 from qat_lora.backend.opening import launch
-from qat_lora.backend.workers import parallel_num_chips
 from qat_lora.errors import first_line
 from qat_lora.experiments.athena.evaluation import measure
 from qat_lora.experiments.athena.model import RecursiveModel, RecursiveSpec

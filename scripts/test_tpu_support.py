@@ -37,11 +37,11 @@ from qat_lora.experiments.stories.evaluation import get_device, heldout, on_tpu,
 from qat_lora.experiments.stories.models import Shape, build
 from qat_lora.experiments.stories.reservoir import ReservoirSpec
 from qat_lora.experiments.stories.text import Blocks, load_stories
+from qat_lora.kernels.optimizer import new_optimizer
 from qat_lora.quant.linear import parameter_groups
 from qat_lora.rl.rollout import Sampling
 from qat_lora.run.console import say
 from qat_lora.train.loop import Plan, row_stream
-from qat_lora.train.optimizer import new_optimizer
 
 SMALL = Shape(32, 1, 32, (ReservoirSpec(32),))
 

@@ -109,8 +109,7 @@ from qat_lora.models.architecture import model_type, packs, set_packs
 from qat_lora.models.compiling import set_up_blocks
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import adapter_notes, check_length, weights_fingerprint
-from qat_lora.models.planned import PlannedTokenizer, planned_name
-from qat_lora.models.source import speech_files
+from qat_lora.models.source import PlannedTokenizer, planned_name, speech_files
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import base_content, load_base, write_student
 from qat_lora.rl.rollout import check_answers

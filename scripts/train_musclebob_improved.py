@@ -117,11 +117,10 @@ from qat_lora.experiments.musclebob.validation import (
     write_history,
     write_validation,
 )
+from qat_lora.kernels.norms import norms_in_one_step
 from qat_lora.models.compiling import set_up_blocks
 from qat_lora.models.loading import check_length, empty_model, load_model
-from qat_lora.models.norms import norms_in_one_step
-from qat_lora.models.planned import PlannedTokenizer, planned_name
-from qat_lora.models.source import speech_files
+from qat_lora.models.source import PlannedTokenizer, planned_name, speech_files
 from qat_lora.quant.student import freeze_plain_tables
 from qat_lora.rl.grpo import GRPOPlan, Judge, PromptDataset, grpo_stage, policy_loss, roll_out
 from qat_lora.rl.objective import Objective

@@ -95,16 +95,14 @@ from qat_lora.backend.opening import launch
 from qat_lora.data.batches import first_batches
 from qat_lora.errors import UserError
 from qat_lora.kd.dataset import KDCacheDataset, open_splits, planned_rows
-from qat_lora.kd.evaluation import heldout_figures
-from qat_lora.kd.training import QATPlan, kd_loss, qat_stage, target_entropy
+from qat_lora.kd.training import QATPlan, heldout_figures, kd_loss, qat_stage, target_entropy, usual_rates
 from qat_lora.layer_qat import LayerPlan, train_layers
 from qat_lora.models.architecture import decoder_layers
 from qat_lora.models.compiling import set_up_blocks
 from qat_lora.models.loading import empty_model, load_tokenizer, model_fingerprint
-from qat_lora.models.planned import planned_name
+from qat_lora.models.source import planned_name
 from qat_lora.quant.calibration import calibrate, check_start, load_start
 from qat_lora.quant.student import StudentSpec, bits_per_weight, megabytes, quantize, save_student
-from qat_lora.quant.training import usual_rates
 from qat_lora.run.console import compared, say
 from qat_lora.run.metrics import Share, Total
 from qat_lora.run.report import finish

@@ -79,8 +79,7 @@ from qat_lora.data.packing import TextDataset, split_heldout
 from qat_lora.data.templates import template_facts
 from qat_lora.errors import UserError
 from qat_lora.kd.dataset import open_splits, planned_rows
-from qat_lora.kd.evaluation import heldout_figures
-from qat_lora.kd.training import target_entropy
+from qat_lora.kd.training import heldout_figures, target_entropy
 from qat_lora.lora.adapter import adapter_values, save_adapter
 from qat_lora.lora.add import add_adapter, fit_to_error
 from qat_lora.lora.recovery import MODES, Anchor, fitting_memory, recovery_stage
@@ -88,7 +87,7 @@ from qat_lora.lora.targets import coverage, left_out
 from qat_lora.models.compiling import set_up_blocks
 from qat_lora.models.loading import adapter_notes, check_length, load_model, model_fingerprint
 from qat_lora.models.packaged import EMBEDDED
-from qat_lora.models.planned import planned_name
+from qat_lora.models.source import planned_name
 from qat_lora.quant.student import StudentSpec, bits_per_weight, empty_student, load_student, read_student
 from qat_lora.run.console import compared, say
 from qat_lora.run.files import sha256

@@ -45,7 +45,7 @@ FAULTS = (
     Fault("stale checkpoint", "run/checkpoint.py", "for path in found:", "for path in reversed(found):", "run"),
     Fault("dropped BOS", "data/packing.py", "if first is not None:", "if first is None:", "data"),
     Fault(
-        "wrong bias correction", "kernels/cautious.py", "start / math.sqrt(1 - betas[1] ** step)", "start", "train",
+        "wrong bias correction", "kernels/optimizer.py", "start / math.sqrt(1 - betas[1] ** step)", "start", "train",
     ),
     Fault("unflushed file", "run/files.py", "os.fsync(file.fileno())", "pass", "run"),
     Fault("resumed at the first row", "train/loop.py", "self.stream(step - 1)", "self.stream(0)", "train run scripts"),

@@ -9,8 +9,7 @@ import torch
 from students import student_of
 
 from qat_lora.data.batches import batches
-from qat_lora.kd.evaluation import heldout_figures
-from qat_lora.kd.training import kd_loss
+from qat_lora.kd.training import heldout_figures, kd_loss
 from qat_lora.layer_qat import LayerPlan, relative_error, train_layers
 from qat_lora.models.architecture import decoder_layers
 from qat_lora.quant.blockwise import block_outputs, first_inputs, run_block

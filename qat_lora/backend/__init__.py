@@ -10,13 +10,13 @@ import sys
 _PUBLIC = {
     "TorchBackend": "eager",
     "compute_dtype": "devices",
-    "count_workers": "workers",
+    "count_workers": "detect",
     "has_static_shapes": "detect",
     "is_xla_device": "devices",
     "open_alone": "opening",
     "open_backend": "opening",
     "open_planned": "opening",
-    "planned_workers": "workers",
+    "planned_workers": "detect",
     "resolve": "detect",
     "tpu_chips": "detect",
 }

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 
 from qat_lora.backend import detect
+from qat_lora.backend.detect import count_workers, is_slice_host, take_chips
 from qat_lora.backend.eager import TorchBackend
-from qat_lora.backend.workers import count_workers, is_slice_host, take_chips
 from qat_lora.errors import UserError
 from qat_lora.hosts.environment import TorchrunPlace, read_place
 from qat_lora.hosts.group import ALONE, Group

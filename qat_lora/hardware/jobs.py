@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from qat_lora.backend import resolve
-from qat_lora.backend.workers import count_workers
+from qat_lora.backend.detect import count_workers
 from qat_lora.errors import ROOT, UserError
 from qat_lora.hardware.place import Failed, Figures, Machine, Skipped, apart
 from qat_lora.models.packaged import EMBEDDED, packaged_file

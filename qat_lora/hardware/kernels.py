@@ -11,13 +11,13 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from qat_lora.ahead.trial import open_trial
 from qat_lora.hardware.place import Failed, Figures, Machine, Skipped
-from qat_lora.kernels import compiled, native
+from qat_lora.kernels import native
 from qat_lora.kernels.head import Head
-from qat_lora.models.norms import norms_in_one_step
+from qat_lora.kernels.norms import norms_in_one_step
+from qat_lora.kernels.optimizer import CautiousAdamW
 from qat_lora.quant.linear import Quantizer
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.train.losses import softmax_of
-from qat_lora.train.optimizer import CautiousAdamW
 
 SIZES = {"tiny": (256, 512, 2048, 16, 3), "real": (3072, 1024, 151936, 512, 20)}
 
@@ -30,7 +30,7 @@ def every_size():
 @contextmanager
 def plain_forms() -> Iterator[None]:
     """Within this context no kernel is used, neither native.c's nor torch.compile's."""
-    with patch.object(native, "library", lambda: None), patch.object(compiled, "COMPILED", []):
+    with patch.object(native, "library", lambda: None), patch.object(native, "COMPILED", []):
         yield
 
 
@@ -127,6 +127,6 @@ def check_kernels(place: Machine) -> Figures:
             figures["largest relative difference"] = max(gap, figures["largest relative difference"])
         if place.size == "real":
             figures[f"{name}: plain torch's time / ours"] = times[1] / times[0]
-    if compiled.FAILED:
-        raise Failed(f"torch.compile fails for {', '.join(sorted(compiled.FAILED))}; the log has the reason")
+    if native.FAILED:
+        raise Failed(f"torch.compile fails for {', '.join(sorted(native.FAILED))}; the log has the reason")
     return figures

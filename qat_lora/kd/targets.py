@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qat_lora.backend import compute_dtype
-from qat_lora.kernels.groups import by_group, pick_groups
-from qat_lora.kernels.tiles import tiles
+from qat_lora.kernels import native
+from qat_lora.kernels.tiles import TILE, tiles
 from qat_lora.models.architecture import hidden_states
 from qat_lora.quant.student import head_of
 
@@ -87,3 +87,26 @@ def _members(vocab: int) -> int:
     wanted = 2 ** (vocab.bit_length() // 2)
     near = [d for d in range(wanted // 4, 4 * wanted) if d and vocab % d == 0]
     return wanted if vocab % wanted == 0 else min(near, key=lambda d: 4 * d / wanted + wanted / d, default=wanted)
+
+
+def by_group(table: Tensor) -> tuple[Tensor, Tensor]:
+    """For logits [n, members, groups], each group's largest logit and Σ e^(logit − the row's largest), both fp32."""
+    rows, width, groups = table.shape
+    largest, mass = (torch.empty(rows, groups, device=table.device) for _ in range(2))
+    if native.suits(table, types=native.TYPES):
+        native.run("by_group", table.shape, table, native.TYPES[table.dtype], largest, mass)
+        return largest, mass
+    for part in tiles(rows, width * groups, table.device, 2 * TILE):
+        x = table[part].float()
+        largest[part] = x.amax(1)
+        mass[part] = (x - largest[part].amax(1)[:, None, None]).exp_().sum(1)
+    return largest, mass
+
+
+def pick_groups(table: Tensor, index: Tensor) -> Tensor:
+    """The logits of the groups at index [n, J] in table [n, members, groups], as an fp32 copy [n, members, J]."""
+    if not native.suits(table, types=native.TYPES):
+        return table.gather(2, index.unsqueeze(1).expand(-1, table.shape[1], -1)).float()
+    out, index = torch.empty(*table.shape[:2], index.shape[1]), index.contiguous()
+    native.run("pick_groups", (*table.shape, index.shape[1]), table, native.TYPES[table.dtype], index, out)
+    return out

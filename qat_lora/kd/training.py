@@ -1,5 +1,7 @@
-"""Distillation from a KD cache: the losses, and the end-to-end stage of quantisation-aware training."""
+"""Distillation from a KD cache: the losses, the end-to-end stage of quantisation-aware training, which parameters it
+trains and how fast, and held-out figures."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -8,15 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from qat_lora.models.architecture import hidden_states
-from qat_lora.quant.linear import parameter_groups
+from qat_lora.backend import TorchBackend
+from qat_lora.errors import UserError
+from qat_lora.kernels.optimizer import new_optimizer
+from qat_lora.models.architecture import decoder_layers, hidden_states, part_of
+from qat_lora.quant.linear import parameter_groups, quantized_layers
 from qat_lora.quant.student import head_of
-from qat_lora.quant.training import select_parameters
-from qat_lora.run.options import RATE, check_range
+from qat_lora.run.options import MOST_RATE, RATE, check_range
 from qat_lora.run.session import Session
+from qat_lora.train.evaluation import batch_means, perplexity
 from qat_lora.train.loop import Plan, Stage, StageState, ema_copy, row_stream, trained_parameters, update_ema
-from qat_lora.train.losses import kept, sparse_loss
-from qat_lora.train.optimizer import new_optimizer
+from qat_lora.train.losses import kept, log_probs_at, sparse_loss
 
 
 def kd_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -84,3 +88,73 @@ def qat_stage(
         StageState(student, optimizer, average, parameters=kept), lambda step: evaluate(step, shown),
         after_step=(lambda: update_ema(average, student, plan.ema)) if plan.ema else None,
     )  # fmt: skip
+
+
+def heldout_figures(
+    model: nn.Module, dataset: Dataset, backend: TorchBackend, batch_size: int, rows: int
+) -> dict[str, float]:
+    """NLL of the text and KL from the cached teacher, in nats/token, over the first `rows` held-out cache rows, and the
+    number of rows (heldout_rows).
+
+    The KL is an unbiased estimate (top K exact, tail sampled); measure_perplexity.py gives the exact one.
+    """
+
+    def figures(batch: dict) -> list[Tensor]:
+        tokens, mask = batch["tokens"], batch["mask"].float()
+        # the next token of the last position is unknown, so that position counts only in the KL
+        following = tokens.roll(-1, 1).unsqueeze(2)
+        logp = log_probs_at(
+            hidden_states(model, tokens), head_of(model), torch.cat([batch["index"], following.to(batch["index"])], 2)
+        )
+        predicted = F.pad(mask[:, :-1], (0, 1))
+        nll = -(logp[..., -1] * predicted).sum()
+        kl = -((batch["prob"].float() * logp[..., :-1]).sum(2) * mask).sum() - (batch["entropy"] * mask).sum()
+        return [nll, predicted.sum(), kl, mask.sum()]  # sums: batches may have different numbers of targets
+
+    nll, predicted, kl, kept = batch_means(figures, model, dataset, backend, batch_size, rows)
+    nll, kl = nll / predicted, kl / kept
+    measured = {"heldout_nll": nll, "heldout_ppl": perplexity(nll), "heldout_kl": kl}
+    return measured | {"heldout_rows": min(rows, len(dataset))}
+
+
+LEAST_RATE = 1e-12  # learning rate of a student whose weights are all zero
+RATE_SHARE = 3.1e-3  # peak learning rate of 2-bit weights, as a share of their root mean square
+
+
+def select_parameters(student: nn.Module, scope: str) -> None:
+    """Freeze the parameters outside `scope`: "mlp" and "attn" train only that part of the decoder blocks, "weights"
+    everything but the scales, and "all" everything (see SCOPES)."""
+    keep = {id(p) for p in student.parameters()}
+    if scope in ("mlp", "attn"):
+        keep = {
+            id(p)
+            for block in decoder_layers(student)
+            for child, module in block.named_children()
+            if any(p.ndim > 1 for p in module.parameters())  # not the block's own norms
+            for name, p in module.named_parameters(child)
+            if part_of(block, name) == scope
+        }
+    elif scope == "weights":
+        keep -= {id(p) for layer in quantized_layers(student).values() for p in layer.quantizer.parameters()}
+    for p in student.parameters():
+        p.requires_grad_(p.requires_grad and id(p) in keep)
+    if not any(p.requires_grad for p in student.parameters()):
+        raise UserError(f"--scope {scope} leaves no trainable parameters in this model; use another scope")
+
+
+def usual_rates(student: nn.Module) -> tuple[float, float]:
+    """The default peak learning rates of a student, end to end and layer by layer, rounded to two digits.
+
+    At 2 bits both are 0.31% of the root mean square of the quantised weights: a latent weight has to move to the next
+    level to have an effect, and the distance between levels is proportional to the size of the weights. The shares were
+    tuned on SmolLM2, whose weights (0.19) are five times as large as Gemma 3's (0.034). Every two more bits divide
+    the share by six; the end-to-end rate is also halved at 3 bits and quartered from 4 bits on (docs/benchmarks.md,
+    "A second model"; 3 and 8 bits: unmeasured). With several quantisers, the one with the fewest bits decides.
+    """
+    layers = quantized_layers(student).values()
+    squares = sum(float(torch.linalg.vector_norm(layer.weight.detach())) ** 2 for layer in layers)
+    size = math.sqrt(squares / sum(layer.weight.numel() for layer in layers))
+    bits = min(layer.quantizer.spec.bits for layer in layers)
+    layerwise = RATE_SHARE * 6 ** (1 - bits / 2) * size
+    rates = (float(f"{rate:.1e}") for rate in (layerwise / 2 ** min(bits - 2, 2), layerwise))
+    return tuple(min(max(LEAST_RATE, rate), MOST_RATE) for rate in rates)  # an error elsewhere names NaN weights

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from qat_lora.kernels import native
-from qat_lora.kernels.compiled import fused
 from qat_lora.kernels.lazy import number_like
 from qat_lora.kernels.tiles import tiles
 
@@ -48,12 +47,12 @@ class FakeQuant(torch.autograd.Function):
         return of_weight, of_scale.sum_to_size(scale.shape) * ctx.gradient_scale, None, None, None
 
 
-@fused
+@native.fused
 def _quantised(weight: Tensor, scale: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
     return nearest_level(weight / scale, grid).mul_(scale).to(dtype)
 
 
-@fused
+@native.fused
 def _gradients(weight: Tensor, scale: Tensor, grad: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     """(∂/∂weight, ∂/∂scale), the latter summed over the weights of a group if the scale is [O, G, 1]."""
     x = weight / scale

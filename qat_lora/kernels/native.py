@@ -1,7 +1,8 @@
-"""The kernels of native.c, compiled on first use: each is the C form of a plain torch function in this folder.
+"""Both forms of an operation beside its plain torch function: C on the CPU, and what torch.compile makes on a GPU.
 
-Compiling takes a second, once per machine; torch.compile, which would fuse the same chains, takes ten to start.
-Quantised weights and their gradients equal the plain form's bit for bit; everything else is equal up to rounding.
+native.c is compiled on first use, which takes a second, once per machine; torch.compile, which would fuse the same
+chains on the CPU, takes ten to start. Quantised weights and their gradients equal the plain form's bit for bit;
+everything else is equal up to rounding.
 """
 
 import ctypes
@@ -12,7 +13,7 @@ import platform
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from ctypes import Structure, c_long, c_void_p
 from functools import partial
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from qat_lora.backend import machine
+from qat_lora.errors import first_line
 from qat_lora.hosts.relay import say
 
 SOURCE = Path(__file__).with_name("native.c")
@@ -32,6 +34,8 @@ FAILURES = OSError, subprocess.SubprocessError
 SMALLEST = 2**16  # number of elements from which a kernel is faster than the plain form
 FP32 = (torch.float32,)
 TYPES = {torch.float32: 0, torch.bfloat16: 1}  # as native.c numbers them
+COMPILED = ["cuda"]  # types of device whose kernels torch.compile writes; for the CPU there is native.c
+FAILED: set[str] = set()  # functions that could not be compiled
 
 
 @functools.cache
@@ -107,3 +111,26 @@ def run(kernel: str, sizes: Iterable[int], *given: Tensor | Structure | int | No
     """Call a kernel with as many threads as torch uses; tensors are passed as addresses."""
     values = [c_void_p(value.data_ptr()) if isinstance(value, Tensor) else value for value in given]
     return getattr(library(), kernel)(*values, *(c_long(size) for size in sizes), torch.get_num_threads())
+
+
+def fused(plain: Callable) -> Callable:
+    """`plain`, which on a GPU runs as torch.compile translates it. If that fails there, it runs as it is, and one line
+    says so. Its first argument must be a tensor. What changes from step to step must be a tensor, too: the compiler
+    takes a Python number for a constant. Untested on hardware; the check "kernels" compares the two."""
+    compiled = functools.cache(lambda: torch.compile(plain))
+    name = plain.__name__.replace("_", " ").strip()
+
+    @functools.wraps(plain)
+    def either(first: Tensor, *others):
+        if first.device.type not in COMPILED or name in FAILED or torch.compiler.is_compiling():
+            return plain(first, *others)
+        try:
+            return compiled()(first, *others)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever it is, the plain form still works
+            FAILED.add(name)
+            say(f"torch.compile fails here ({first_line(error)}); {name} will be slower")
+            return plain(first, *others)
+
+    return either

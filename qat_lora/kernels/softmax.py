@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from qat_lora.kernels import native
-from qat_lora.kernels.compiled import fused
 from qat_lora.kernels.head import Head
 from qat_lora.kernels.lazy import scattered
 from qat_lora.kernels.tiles import TILE, tiles
@@ -55,7 +54,7 @@ def gradient(
     return grad.to(product.dtype)
 
 
-@fused
+@native.fused
 def _normalised(
     product: Tensor, head: Head, index: Tensor, start: int, temperature: float, peak: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,7 +66,7 @@ def _normalised(
     return peak, (x - peak).exp().sum(1, keepdim=True), torch.where(inside, asked, 0)
 
 
-@fused
+@native.fused
 def mass_gradient(
     product: Tensor, head: Head, temperature: float, peak: Tensor, mass: Tensor,
     targets: tuple[Tensor, int, Tensor] | None = None,

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from qat_lora.backend import TorchBackend
 from qat_lora.backend.machine import check_memory
 from qat_lora.errors import UserError, first_line
+from qat_lora.kernels.norms import norms_in_one_step
 from qat_lora.lora.adapter import Dropout
 from qat_lora.lora.layer import in_one_step
 from qat_lora.lora.targets import adapted, choose, peft_targets
 from qat_lora.models.architecture import hidden_states, unwrap
-from qat_lora.models.norms import norms_in_one_step
 from qat_lora.quant.init import input_moments
 from qat_lora.run.options import MOST_WEIGHT, check_range
 

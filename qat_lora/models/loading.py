@@ -27,7 +27,6 @@ from qat_lora.models.gguf_settings import unread
 from qat_lora.models.identity import check_pickle, fingerprint, headers, tokenizer_fingerprint
 from qat_lora.models.multimodal import full_class, language_model, loads_as_text, text_class, text_config, text_part
 from qat_lora.models.packaged import EMBEDDED, PACKAGED
-from qat_lora.models.planned import is_planned
 from qat_lora.models.source import (
     TOKENIZERS,
     absolute_name,
@@ -37,6 +36,7 @@ from qat_lora.models.source import (
     files_key,
     hub_fault,
     is_hub,
+    is_planned,
     model_source,
     own_tokens,
     weight_files,

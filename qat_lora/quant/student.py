@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from qat_lora.errors import UserError, first_line
 from qat_lora.kernels.head import Head
+from qat_lora.kernels.norms import norms_in_one_step
 from qat_lora.models.architecture import decoder_layers, matrices, unwrap
 from qat_lora.models.head_form import head_form
 from qat_lora.models.identity import short
 from qat_lora.models.loading import empty_model, load_model, model_fingerprint
-from qat_lora.models.norms import norms_in_one_step
 from qat_lora.models.source import absolute_name
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import (

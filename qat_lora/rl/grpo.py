@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 
 from qat_lora.backend import TorchBackend
 from qat_lora.data.batches import batches
+from qat_lora.kernels.optimizer import new_optimizer
 from qat_lora.quant.linear import parameter_groups
 from qat_lora.rl.objective import Objective, group_advantages, grpo_loss, k3, token_weights
 from qat_lora.rl.policy import Prompts, log_probs
@@ -17,7 +18,6 @@ from qat_lora.rl.rollout import Completions, Sampling, rollout
 from qat_lora.run.metrics import Share, Total
 from qat_lora.run.session import Session
 from qat_lora.train.loop import Plan, Stage, StageState
-from qat_lora.train.optimizer import new_optimizer
 
 # judge(question, answer's tokens, ended) → its reward, and other metrics to log, e.g. the parts of the reward
 Judge = Callable[[int, list[int], bool], tuple[float, dict[str, float]]]

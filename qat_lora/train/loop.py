@@ -24,11 +24,11 @@ from torch.utils.data import Dataset
 from qat_lora.backend import TorchBackend
 from qat_lora.data.batches import batches
 from qat_lora.errors import UserError
+from qat_lora.kernels.optimizer import new_optimizer
 from qat_lora.quant.linear import parameter_groups
 from qat_lora.run.metrics import Last, Metric, Ratio, Value
 from qat_lora.run.options import COUNT, DECAY, RATE, SHARE, UPDATES, check_range
 from qat_lora.run.session import Session
-from qat_lora.train.optimizer import new_optimizer
 
 BOUNDS = {
     "steps": UPDATES, "batch_size": COUNT, "accumulation": COUNT, "learning_rate": RATE, "warmup_steps": UPDATES,

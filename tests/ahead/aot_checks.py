@@ -20,9 +20,9 @@ from qat_lora.ahead.recording import RecordingBackend
 from qat_lora.ahead.rehearsal import Rehearsal
 from qat_lora.errors import UserError
 from qat_lora.experiments.athena import model
+from qat_lora.kernels import optimizer
 from qat_lora.run.scripts import load_script, read_options
 from qat_lora.run.tpu import record
-from qat_lora.train import optimizer
 from qat_lora.train.loop import Plan
 
 MODEL, OUT, PRECISION = sys.argv[1], Path(sys.argv[2]), sys.argv[3]

@@ -16,10 +16,10 @@ from qat_lora.backend.xla import fallback_names
 from qat_lora.data.batches import batches
 from qat_lora.experiments.musclebob.questions import heldout_questions
 from qat_lora.experiments.musclebob.validation import BobSampler
-from qat_lora.kd.evaluation import heldout_figures
 from qat_lora.kd.targets import teacher_targets
-from qat_lora.kd.training import QATPlan, kd_loss
+from qat_lora.kd.training import QATPlan, heldout_figures, kd_loss
 from qat_lora.kernels.head import Head
+from qat_lora.kernels.optimizer import new_optimizer
 from qat_lora.layer_qat import LayerPlan, train_layers
 from qat_lora.lora.adapter import save_adapter
 from qat_lora.lora.add import add_adapter
@@ -38,7 +38,6 @@ from qat_lora.rl.rollout import Sampling, rollout
 from qat_lora.run.session import Every
 from qat_lora.train.loop import Plan
 from qat_lora.train.losses import sparse_loss
-from qat_lora.train.optimizer import new_optimizer
 
 SPEC = StudentSpec(mlp="balanced2/g32", attn="lut4/r4")
 

@@ -20,8 +20,8 @@ from qat_lora.hardware.experiments import SCRIPTS
 from qat_lora.hardware.kernels import check_kernels
 from qat_lora.hardware.place import Skipped
 from qat_lora.hardware.runner import Runner
-from qat_lora.kernels import fake_quant, native
-from qat_lora.train import losses, optimizer
+from qat_lora.kernels import fake_quant, native, optimizer
+from qat_lora.train import losses
 
 
 @pytest.fixture(scope="module")

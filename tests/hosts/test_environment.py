@@ -6,8 +6,8 @@ import socket
 import pytest
 
 from qat_lora.backend import count_workers, detect
+from qat_lora.backend.detect import is_slice_host
 from qat_lora.backend.opening import launch, open_alone
-from qat_lora.backend.workers import is_slice_host
 from qat_lora.errors import UserError
 from qat_lora.hosts.environment import LAUNCH, REQUIRED, TorchrunPlace, master_port, read_place, slice_hosts
 

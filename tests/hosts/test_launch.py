@@ -15,8 +15,8 @@ from patience import PATIENCE
 from worker_training import CLOSE, apart, train
 
 from qat_lora.backend import TorchBackend, count_workers, detect
+from qat_lora.backend.detect import PROCESS_BOUNDS, take_chips
 from qat_lora.backend.opening import launch
-from qat_lora.backend.workers import PROCESS_BOUNDS, take_chips
 from qat_lora.errors import UserError
 from qat_lora.hosts.group import Group
 

@@ -10,8 +10,7 @@ from qat_lora.data.packing import fingerprint, pack
 from qat_lora.errors import UserError
 from qat_lora.kd.cache import CacheSpec, edges, open_cache, write_cache
 from qat_lora.kd.dataset import KDCacheDataset, clipped, has_next
-from qat_lora.kd.evaluation import heldout_figures
-from qat_lora.kd.training import kd_loss
+from qat_lora.kd.training import heldout_figures, kd_loss
 from qat_lora.models.loading import load_model
 from qat_lora.run.files import read_json, write_json
 

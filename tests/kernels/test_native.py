@@ -4,16 +4,15 @@ import pytest
 import torch
 
 from qat_lora.backend import open_backend
-from qat_lora.kernels import compiled, native
-from qat_lora.kernels.cautious import corrections, plain_step
+from qat_lora.kernels import native
 from qat_lora.kernels.fake_quant import FakeQuant, Stored
 from qat_lora.kernels.head import Head
 from qat_lora.kernels.head_softmax import HeadSoftmax
+from qat_lora.kernels.optimizer import EPS, CautiousAdamW, corrections, plain_step
 from qat_lora.kernels.softmax import normalise
 from qat_lora.kernels.two_passes import TwoPasses
 from qat_lora.quant.linear import Quantizer
 from qat_lora.quant.spec import QuantSpec
-from qat_lora.train.optimizer import EPS, CautiousAdamW
 
 
 @pytest.fixture
@@ -163,9 +162,9 @@ def test_what_torch_compile_writes_equals_the_plain_form(monkeypatch):
 
     monkeypatch.setattr(native, "library", lambda: None)
     wanted = run()
-    monkeypatch.setattr(compiled, "COMPILED", ["cpu"])
+    monkeypatch.setattr(native, "COMPILED", ["cpu"])
     torch.testing.assert_close(run(), wanted, rtol=1e-5, atol=1e-6)
-    assert not compiled.FAILED
+    assert not native.FAILED
 
 
 def test_a_function_that_cannot_be_compiled_runs_as_it_is_with_one_line(monkeypatch, capsys):
@@ -173,10 +172,10 @@ def test_a_function_that_cannot_be_compiled_runs_as_it_is_with_one_line(monkeypa
         raise RuntimeError("no Triton\nmore")
 
     monkeypatch.setattr(torch, "compile", lambda function: broken)
-    monkeypatch.setattr(compiled, "COMPILED", ["cpu"])
-    monkeypatch.setattr(compiled, "FAILED", set())
+    monkeypatch.setattr(native, "COMPILED", ["cpu"])
+    monkeypatch.setattr(native, "FAILED", set())
 
-    @compiled.fused
+    @native.fused
     def _twice(x):
         return 2 * x
 

@@ -12,7 +12,7 @@ from peft.tuners.lora import LoraLayer
 from qat_lora.data.batches import batches
 from qat_lora.data.packing import Rows, TextDataset
 from qat_lora.errors import UserError
-from qat_lora.kd.evaluation import heldout_figures
+from qat_lora.kd.training import heldout_figures
 from qat_lora.lora.adapter import Dropout, load_adapter, save_adapter
 from qat_lora.lora.add import add_adapter, fit_to_error, low_rank
 from qat_lora.lora.recovery import Anchor

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qat_lora.data.batches import batches
-from qat_lora.kd.evaluation import heldout_figures
+from qat_lora.kd.training import heldout_figures
 from qat_lora.layer_qat import LayerPlan, train_layers
 from qat_lora.models.architecture import decoder_layers, hidden_states
 from qat_lora.models.loading import load_model

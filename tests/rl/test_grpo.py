@@ -8,6 +8,7 @@ import torch
 from loops import learn, train_grpo, train_plain
 
 from qat_lora.data.packing import Rows, TextDataset
+from qat_lora.kernels.optimizer import new_optimizer
 from qat_lora.models.loading import load_model
 from qat_lora.rl.grpo import GRPOPlan, Part, PromptDataset, judge_all, roll_out
 from qat_lora.rl.objective import REDUCTIONS, Objective
@@ -15,7 +16,6 @@ from qat_lora.rl.policy import Prompts
 from qat_lora.rl.rollout import Completions, Sampling
 from qat_lora.train.loop import Plan
 from qat_lora.train.losses import text_loss
-from qat_lora.train.optimizer import new_optimizer
 
 END = 2
 TEXTS = [[5, 6, 7, 8], [40, 41], [30, 31, 32], [9], [12, 13], [50, 51, 52, 53], [60, 61], [70]]

@@ -8,8 +8,8 @@ import torch
 
 from qat_lora.backend import TorchBackend
 from qat_lora.errors import UserError
+from qat_lora.kernels.optimizer import new_optimizer
 from qat_lora.run.checkpoint import KEEP, load_checkpoint, restore_files, save_checkpoint
-from qat_lora.train.optimizer import new_optimizer
 
 
 class Tied(torch.nn.Module):

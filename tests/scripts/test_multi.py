@@ -19,7 +19,7 @@ from records import apart, curve, lines, newest, summary
 
 from qat_lora.backend import TorchBackend
 from qat_lora.kd.dataset import KDCacheDataset
-from qat_lora.kd.evaluation import heldout_figures
+from qat_lora.kd.training import heldout_figures
 from qat_lora.quant.student import load_student
 
 CLOSE = 1e-4  # between figures: the sums of one and of two workers are rounded differently, and Adam amplifies that

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from students import student_of
 
 from qat_lora.errors import UserError
-from qat_lora.kd.evaluation import heldout_figures
-from qat_lora.kd.training import kd_loss
+from qat_lora.kd.training import heldout_figures, kd_loss
 from qat_lora.kernels import tiles
 from qat_lora.models.loading import load_model
 from qat_lora.quant.student import StudentSpec

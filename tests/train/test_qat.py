@@ -12,11 +12,9 @@ from students import student_of
 from qat_lora.backend import TorchBackend
 from qat_lora.data.batches import batches
 from qat_lora.errors import UserError
-from qat_lora.kd.evaluation import heldout_figures
-from qat_lora.kd.training import QATPlan, kd_loss
+from qat_lora.kd.training import QATPlan, heldout_figures, kd_loss, usual_rates
 from qat_lora.quant.linear import parameter_groups, quantized_layers
 from qat_lora.quant.student import StudentSpec
-from qat_lora.quant.training import usual_rates
 from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session
 from qat_lora.train.loop import restore

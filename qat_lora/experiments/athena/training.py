@@ -22,11 +22,11 @@ from qat_lora.experiments.athena.model import (
     sign_update,
 )
 from qat_lora.experiments.athena.rows import PuzzleRows
+from qat_lora.kernels.optimizer import new_optimizer
 from qat_lora.run.console import say
 from qat_lora.run.metrics import Ratio
 from qat_lora.run.session import Session
 from qat_lora.train.loop import Plan, Stage, StageState, update_ema
-from qat_lora.train.optimizer import new_optimizer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ from qat_lora.experiments.stories.evaluation import heldout, story_loss, tell
 from qat_lora.experiments.stories.models import Shape, build, trained
 from qat_lora.experiments.stories.reservoir import ReservoirSpec
 from qat_lora.experiments.stories.text import load_stories
+from qat_lora.kernels.optimizer import new_optimizer
 from qat_lora.rl.rollout import Sampling
-from qat_lora.train.optimizer import new_optimizer
 
 MODELS = ("reservoir", "transformer", "mingru")
 SHAPE = Shape(32, 2, 80, (ReservoirSpec(24), ReservoirSpec(20, "esn", radius=0.9)))

@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from qat_lora.kernels import native
-from qat_lora.models.norms import OneStepNorm, norms_in_one_step
+from qat_lora.kernels.norms import OneStepNorm, norms_in_one_step
 
 
 class ScaledRMSNorm(LlamaRMSNorm):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from qat_lora.train.optimizer import CautiousAdamW
+from qat_lora.kernels.optimizer import CautiousAdamW
 
 DEFAULTS = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.0}
 
