@@ -50,6 +50,12 @@ def said(error: BaseException) -> str:
         return ""
 
 
+def to_stderr(line: str) -> None:
+    """Print a line on stderr, at once."""
+    with suppress(OSError, ValueError, AttributeError):  # standard error is closed
+        print(line, file=sys.stderr, flush=True)
+
+
 class Output:
     """Standard output whose OSErrors contain its name, as those of a file contain the file's."""
 

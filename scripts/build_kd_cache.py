@@ -49,7 +49,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from qat_lora.ahead.rehearsal import repeated
 from qat_lora.backend import TorchBackend, open_backend, open_planned
 from qat_lora.data.packing import fingerprint, split_heldout, tokenizer_fingerprint
 from qat_lora.data.templates import template_facts
@@ -157,7 +156,7 @@ def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
     teacher has no weights."""
     teacher = backend.place(empty_model(planned_name(cfg.model)).requires_grad_(False))
     tokens = torch.zeros(cfg.batch_size, cfg.length, dtype=torch.long)
-    for _ in repeated(backend, "a teacher pass", tokens.numel()):
+    for _ in backend.repeated("a teacher pass", tokens.numel()):
         teacher_pass(teacher, backend, tokens, cfg.top_k, torch.zeros(*tokens.shape, cfg.draws))
     return memory(cfg, teacher, backend)
 

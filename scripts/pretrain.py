@@ -129,7 +129,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from qat_lora.ahead.rehearsal import Rehearsal
 from qat_lora.backend import TorchBackend, open_planned, planned_workers
 from qat_lora.backend.machine import check_memory
 from qat_lora.backend.opening import launch
@@ -318,7 +317,7 @@ def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
     rows are the same one."""
     row = planned_rows(cfg.data_path, cfg.puzzle)
     plan = plan_of(cfg, 1000)  # the number of updates is in no graph
-    session = Rehearsal(backend, plan.batch_size * row.length)
+    session = backend.rehearsal(plan.batch_size * row.length)
     model = placed(RecursiveModel(spec_of(cfg, row)), backend, cfg.gradient_checkpointing, cfg.compile)
     trainer = Trainer(model, plan, backend)
     heldout = row.take(np.zeros(2 * plan.batch_size, int))  # two batches, since only the first sets the sums to zero

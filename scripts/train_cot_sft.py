@@ -92,9 +92,9 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from qat_lora.ahead.rehearsal import Rehearsal, SameRows
 from qat_lora.backend import TorchBackend, open_planned, planned_workers
 from qat_lora.backend.opening import launch
+from qat_lora.data.batches import SameRows
 from qat_lora.data.supervised import PackedExamples
 from qat_lora.data.templates import begin_with_bos, template_facts
 from qat_lora.errors import UserError
@@ -329,7 +329,7 @@ def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
     if cfg.eval_answers or cfg.final_answers:
         with backend.phase("answers"):  # to one question: a batch is filled up, so all batches have one shape
             sampler.generate(model, [messages(QUESTION)], 1, GREEDY)
-    plan, session = plan_of(cfg, train, backend.world_size), Rehearsal(backend, update * cfg.length)
+    plan, session = plan_of(cfg, train, backend.world_size), backend.rehearsal(update * cfg.length)
     fine_tune(model, train, plan, session, lambda _: heldout_sections(model, heldout, backend, cfg.batch_size, NUMBERS))
     return memory(cfg, model, backend)
 

@@ -95,10 +95,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from qat_lora.ahead.rehearsal import Rehearsal, SameRows
 from qat_lora.backend import TorchBackend, open_alone, open_planned, resolve
 from qat_lora.backend.detect import has_static_shapes
 from qat_lora.backend.machine import check_memory
+from qat_lora.data.batches import SameRows
 from qat_lora.data.chat import check_template
 from qat_lora.data.packing import Rows, TextDataset, fingerprint
 from qat_lora.data.templates import template_facts
@@ -324,12 +324,12 @@ def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
     if sft:
         row = torch.zeros(cfg.max_prompt_length + cfg.max_new_tokens, dtype=torch.long)
         rows = SameRows(sft.batch_size, tokens=row, mask=torch.ones_like(row, dtype=torch.uint8))
-        warm_up(model, rows, sft, Rehearsal(backend, sft.batch_size * len(row)), evaluate)
+        warm_up(model, rows, sft, backend.rehearsal(sft.batch_size * len(row)), evaluate)
     if grpo.steps:
         row, rewards = torch.zeros(cfg.max_prompt_length, dtype=torch.long), itertools.count()
         mask, number = torch.ones_like(row, dtype=torch.bool), torch.tensor(0)
         prompts = SameRows(grpo.batch_size, tokens=row, mask=mask, number=number)
-        session = Rehearsal(backend, grpo.accumulation * grpo.batch_size * (len(row) + grpo.group * grpo.length))
+        session = backend.rehearsal(grpo.accumulation * grpo.batch_size * (len(row) + grpo.group * grpo.length))
         reference = original() if cfg.beta else None
         reinforce(model, reference, prompts, lambda *_: (float(next(rewards)), {}), grpo, session, evaluate)
     return memory_of(model, sft, grpo, cfg.max_prompt_length, cfg.gradient_checkpointing, backend)

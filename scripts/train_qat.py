@@ -89,7 +89,6 @@ from collections.abc import Callable
 
 from torch import nn
 
-from qat_lora.ahead.rehearsal import Rehearsal
 from qat_lora.backend import TorchBackend, open_planned, planned_workers
 from qat_lora.backend.opening import launch
 from qat_lora.data.batches import first_batches
@@ -281,7 +280,7 @@ def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
     rows = planned_rows(cfg.cache_dir, cfg.update_facts(backend.world_size)["rows_per_update"])
     rates = dict.fromkeys(("learning_rate", "layer_learning_rate", "scale_learning_rate"), 1e-3)
     cfg = dataclasses.replace(cfg, **rates)
-    session = Rehearsal(backend, len(rows) * len(rows[0]["tokens"]))
+    session = backend.rehearsal(len(rows) * len(rows[0]["tokens"]))
     student = backend.place(quantize(empty_model(planned_name(cfg.model)), student_spec(cfg)))
 
     def evaluate(step: int, model: nn.Module) -> dict:

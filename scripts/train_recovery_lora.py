@@ -71,10 +71,9 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from qat_lora.ahead.rehearsal import Rehearsal, SameRows
 from qat_lora.backend import TorchBackend, open_planned, planned_workers
 from qat_lora.backend.opening import launch
-from qat_lora.data.batches import first_batches
+from qat_lora.data.batches import SameRows, first_batches
 from qat_lora.data.packing import TextDataset, split_heldout
 from qat_lora.data.templates import template_facts
 from qat_lora.errors import UserError
@@ -272,7 +271,7 @@ def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
         return MEASURES[cfg.mode](model, rows, backend, cfg.batch_size, cfg.batch_size)
 
     length = len(rows[0]["tokens"])
-    recover(model, rows, cfg.mode, cfg.plan(), anchor, Rehearsal(backend, count * length), evaluate)
+    recover(model, rows, cfg.mode, cfg.plan(), anchor, backend.rehearsal(count * length), evaluate)
     return cfg.memory(model, length, backend, *memory(cfg, model))
 
 

@@ -95,7 +95,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from qat_lora.ahead.rehearsal import Rehearsal
 from qat_lora.backend import TorchBackend, open_planned, planned_workers
 from qat_lora.backend.detect import has_static_shapes
 from qat_lora.backend.machine import check_memory
@@ -287,7 +286,7 @@ def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
     train = Blocks(stories.train, cfg.length)
     plan = plan_of(cfg, len(train), backend.world_size)
     model = backend.place(build(cfg.model, stories.vocab, shape_of(cfg), cfg.seed))
-    session = Rehearsal(backend, cfg.global_batch_size * cfg.length)
+    session = backend.rehearsal(cfg.global_batch_size * cfg.length)
     evaluate = Evaluation(model, stories, cfg.length, plan.batch_size, backend)
     train_language_model(model, train, plan, session, evaluate)
     with backend.phase("stories"):

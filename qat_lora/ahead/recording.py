@@ -18,6 +18,7 @@ import torch_xla.core.xla_model as xm
 from torch import Tensor, nn
 
 from qat_lora.ahead.aot import Graph
+from qat_lora.ahead.rehearsal import Rehearsing
 from qat_lora.ahead.watching import NoReads, ones
 from qat_lora.backend.placing import replace_tensors
 from qat_lora.backend.xla import XlaBackend
@@ -25,7 +26,7 @@ from qat_lora.backend.xla import XlaBackend
 _XLA = torch_xla._XLAC
 
 
-class RecordingBackend(XlaBackend):
+class RecordingBackend(Rehearsing, XlaBackend):
     """Records what one worker of `chips` would run on a TPU.
 
     graphs: {phase: its graphs in the order of their execution}; tokens: {phase: the tokens that an execution of all of
@@ -34,7 +35,6 @@ class RecordingBackend(XlaBackend):
     """
 
     on_tpu = True  # decides the precision and what a step contains
-    updates = 2  # that a rehearsal makes
     steps_between_reads = 2  # the second token of an answer has the graph of all that follow
 
     def __init__(self, precision: str = "auto", chips: int = 1):

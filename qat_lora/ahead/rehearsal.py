@@ -1,4 +1,4 @@
-"""Stand-ins for a run's session and data, so that a script's own loop trains without a run: to record, watch or try its
+"""Stand-ins for a run's session, so that a script's own loop trains without a run: to record, watch or try its
 graphs, where only shapes matter, and in checks and benchmarks."""
 
 from __future__ import annotations
@@ -6,13 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-from torch.utils.data import Dataset
-
 if TYPE_CHECKING:
-    from qat_lora.ahead.recording import RecordingBackend
-    from qat_lora.ahead.trial import Trial
-    from qat_lora.ahead.watching import WatchingBackend
     from qat_lora.backend.eager import TorchBackend
 
 
@@ -22,8 +16,7 @@ class Rehearsal:
 
     resumed, offset = None, 0
 
-    def __init__(self, backend: RecordingBackend | Trial | WatchingBackend, tokens: int):
-        """tokens: of an update, over all chips."""
+    def __init__(self, backend: Rehearsing, tokens: int):
         self.backend, self.tokens = backend, tokens
 
     def steps(self, stage: str, total: int, state, load, evaluate=None) -> Iterator[int]:
@@ -39,6 +32,24 @@ class Rehearsal:
     def record(self, **metrics) -> None:
         """A line of the log is fetched between steps, and adds nothing to a graph."""
         self.backend.noted(metrics)
+
+
+class Rehearsing:
+    """A backend that records, watches or tries a script's own loop: what the three have in common."""
+
+    updates = 2  # that a rehearsal makes
+    is_last = False
+
+    def rehearsal(self, tokens: int) -> Rehearsal:
+        """The session of a rehearsal. tokens: of an update, over all chips."""
+        return Rehearsal(self, tokens)
+
+    def repeated(self, name: str, tokens: int) -> Iterator[None]:
+        """The number of updates, each in a phase `name`, for what is no stage of a run."""
+        for number in range(self.updates):
+            self.is_last = number + 1 == self.updates
+            with self.phase(name, tokens):
+                yield
 
 
 class Updates:
@@ -59,29 +70,3 @@ class Updates:
 
     def record(self, **metrics) -> None:
         self.figures.append(metrics)
-
-
-def repeated(backend: RecordingBackend | Trial | WatchingBackend, name: str, tokens: int) -> Iterator[None]:
-    """The backend's number of updates, each in a phase `name`, for what is no stage of a run."""
-    for number in range(backend.updates):
-        backend.is_last = number + 1 == backend.updates
-        with backend.phase(name, tokens):
-            yield
-
-
-class SameRows(Dataset):
-    """`count` rows that are all the same."""
-
-    fingerprint = ""
-
-    def __init__(self, count: int, **row: Tensor):
-        self.count, self.row = count, row
-
-    def kept(self, i: int) -> int:
-        return int(self.row["mask"].sum()) if "mask" in self.row else len(self.row.get("weights", [1]))
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, i: int) -> dict[str, Tensor]:
-        return self.row

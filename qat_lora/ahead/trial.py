@@ -11,6 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from qat_lora.ahead.rehearsal import Rehearsing
 from qat_lora.backend.eager import TorchBackend
 from qat_lora.backend.opening import open_backend
 from qat_lora.backend.placing import replace_tensors
@@ -18,7 +19,7 @@ from qat_lora.backend.placing import replace_tensors
 MEANS = {"scale": 0.05, "a": 0.2, "b": 0.2, "g": 1.0}  # of the parameters of a quantiser's scales, which are positive
 
 
-class Trial:
+class Trial(Rehearsing):
     """Mixed into a device's backend, see `open_trial`.
 
     figures: [(phase, {name: figure})] of every update and evaluation, in order; said, fetched: the integers and the
@@ -49,7 +50,7 @@ class Trial:
         self.batch: dict[str, Tensor] = {}
         self.peaks: dict[str, float] = {}
         self._filled: dict[tuple, dict[str, Tensor]] = {}
-        self._vocabulary, self._name, self.is_last = 1, "", False
+        self._vocabulary, self._name = 1, ""
         self._mark, self._count = None, 0  # when the timed updates began, and how many there were
         self.draws = torch.Generator().manual_seed(0)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from qat_lora.ahead.rehearsal import Rehearsing
 from qat_lora.backend.devices import on_host
 from qat_lora.backend.eager import TorchBackend
 from qat_lora.backend.placing import put_zeros
@@ -99,7 +100,7 @@ def _copies(function, args: tuple, options: dict) -> bool:
     return function is Tensor.cuda
 
 
-class WatchingBackend(TorchBackend):
+class WatchingBackend(Rehearsing, TorchBackend):
     """Runs the steps that a script rehearses, and refuses host synchronisations in them: on a GPU those that torch
     itself reports, and without one on meta tensors, which take the path of a GPU and hold no values.
 
@@ -107,7 +108,6 @@ class WatchingBackend(TorchBackend):
     """
 
     steps_between_reads = 2
-    updates = 2
 
     def __init__(self, cuda: bool):
         if cuda:

@@ -22,9 +22,8 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from qat_lora.backend import machine
 from qat_lora.backend.placing import architecture, put_zeros, retie, tied_parameters
-from qat_lora.errors import UserError, first_line
+from qat_lora.errors import UserError, first_line, to_stderr
 from qat_lora.hosts.group import ALONE, Group
-from qat_lora.hosts.relay import say
 
 # Gradients of at least this many bytes are reduced in place; smaller ones are copied together and reduced at once.
 # docs/benchmarks.md has the cost of the reduction.
@@ -207,7 +206,7 @@ class TorchBackend:
         wanted = choice == "on" or (choice == "auto" and (self.kind == "cuda" if auto is None else auto))
         lacking = self._compiler_lacks() if wanted else None
         if lacking and self.is_main:
-            say(f"not compiled, so slower: this machine lacks {lacking}")
+            to_stderr(f"not compiled, so slower: this machine lacks {lacking}")
         return wanted and not lacking
 
     def _compiler_lacks(self) -> str | None:

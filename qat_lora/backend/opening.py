@@ -11,10 +11,8 @@ from qat_lora.backend import detect
 from qat_lora.backend.detect import count_workers, is_slice_host, take_chips
 from qat_lora.backend.eager import TorchBackend
 from qat_lora.errors import UserError
-from qat_lora.hosts.environment import TorchrunPlace, read_place
+from qat_lora.hosts.environment import Timeouts, TorchrunPlace, read_place
 from qat_lora.hosts.group import ALONE, Group
-from qat_lora.hosts.launch import Job, be_silent, connect, run_under_torchrun, spawn
-from qat_lora.hosts.relay import Timeouts
 
 
 def launch(
@@ -36,14 +34,16 @@ def launch(
     timeouts.host. Raises UserError if more devices are requested than available, a chip is held by another process, or
     the environment contradicts itself.
     """
-    kind = detect.resolve(device)
-    job = Job(partial(_work, worker, args, kind, precision), debug, timeouts)
-    if place := read_place():
+    kind, place = detect.resolve(device), read_place()
+    if place:
         _check_torchrun(kind, num_chips, place)
-        return run_under_torchrun(job, place)
-    count, of_slice = count_workers(kind, num_chips), is_slice_host(kind, num_chips)
-    if count == 1 and not of_slice:
-        worker(open_backend(device, precision), *args)
+    elif (count := count_workers(kind, num_chips)) == 1 and not is_slice_host(kind, num_chips):
+        return worker(open_backend(device, precision), *args)
+    from qat_lora.hosts.launch import Job, run_under_torchrun, spawn  # what only several workers need
+
+    job = Job(partial(_work, worker, args, kind, precision), debug, timeouts)
+    if place:
+        run_under_torchrun(job, place)
     elif kind == "xla":
         from qat_lora.backend import xla
 
@@ -54,6 +54,8 @@ def launch(
 
 def _work(worker: Callable, args: tuple, kind: str, precision: str, group: Group, local_rank: int) -> None:
     """What each of several CPU processes or GPUs runs: connect to the others, then call worker(backend, *args)."""
+    from qat_lora.hosts.launch import be_silent, connect
+
     workers_here = len(group.neighbours)
     if group.rank:
         be_silent()

@@ -22,10 +22,10 @@ from torch_xla.utils.checkpoint import checkpoint as xla_checkpoint
 from qat_lora.backend import detect
 from qat_lora.backend.detect import take_chips
 from qat_lora.backend.eager import TorchBackend
-from qat_lora.hosts.environment import LOOPBACK, master_port
+from qat_lora.hosts.environment import LOOPBACK, Timeouts, master_port
 from qat_lora.hosts.group import ALONE, Group, notice_sigterm
 from qat_lora.hosts.launch import GRACE, Job, be_silent, end_with, end_with_parent, run_worker, sigterm_forwarded
-from qat_lora.hosts.relay import Relay, Timeouts
+from qat_lora.hosts.relay import Relay
 from qat_lora.hosts.rendezvous import join, serve
 
 _SERVING = threading.Lock()

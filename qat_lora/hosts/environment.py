@@ -10,6 +10,7 @@ from qat_lora.errors import UserError
 
 LARGEST = 2**31 - 1
 MOST_WORKERS = 2**16
+AGAIN = "restart the job with --resume auto"
 LOOPBACK = "127.0.0.1"
 MEANING = {
     "RANK": "this worker's number, from 0 to WORLD_SIZE - 1",
@@ -156,3 +157,31 @@ def slice_hosts() -> tuple[int, str]:
         if number.isdecimal() and int(number) > 0:
             return int(number) + 1, f"{name}={number}"
     return 1, ""
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Seconds. host: how soon the other hosts end after one is lost. join: how long to wait for all workers."""
+
+    host: float = 60
+    join: float = 60
+
+    @property
+    def silence(self) -> float:
+        """How long a worker may be silent before it counts as lost; the rest of `host` is for ending the job."""
+        return 0.55 * self.host
+
+    def grace(self, waiting: bool) -> float:
+        """How long the main thread has to notice by itself that the job has ended, and to report it: longer if it is
+        not waiting for others, since it may be writing a checkpoint."""
+        return (0.1 if waiting else 0.25) * self.host
+
+    @property
+    def stop(self) -> float:
+        """How long after SIGTERM a worker still waits for the others to finish the step."""
+        return 0.9 * self.host
+
+    @property
+    def reaping(self) -> float:
+        """How long a launcher has to notice that its worker has ended."""
+        return 0.15 * self.host

@@ -8,11 +8,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qat_lora.errors import UserError, first_line
-from qat_lora.hosts.link import AnotherFailed, Link
-from qat_lora.hosts.relay import AGAIN, Relay
+from qat_lora.hosts.environment import AGAIN
+
+if TYPE_CHECKING:
+    from qat_lora.hosts.link import Link
+    from qat_lora.hosts.relay import Relay
 
 HEARSAY = 2  # seconds that a failing worker waits to hear whether another worker failed first
 LINGER = 4  # seconds that a failed worker keeps its relay open for the others
@@ -37,6 +40,10 @@ class Flag:
 SIGTERM = Flag()  # this process was asked to stop
 
 
+class AnotherFailed(UserError):
+    """The job has ended because of another worker; the message says which and why."""
+
+
 class WorkerLost(UserError):
     """A worker can no longer be reached, and may not have been able to report why."""
 
@@ -48,7 +55,7 @@ class Group:
     the same order. Values are pickled, so they must come from this job alone.
     """
 
-    def __init__(self, rank: int = 0, world_size: int = 1, link: Link | None = None, relay: Relay | None = None):
+    def __init__(self, rank: int = 0, world_size: int = 1, link: "Link | None" = None, relay: "Relay | None" = None):
         self.rank, self.world_size, self.link, self.relay = rank, world_size, link, relay
 
     @property

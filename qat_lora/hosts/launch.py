@@ -15,11 +15,9 @@ from multiprocessing.connection import wait
 
 import torch.distributed as dist
 
-from qat_lora.errors import UserError, ignore_sigterm, nowhere, open_output, report
-from qat_lora.hosts.environment import LOOPBACK, TorchrunPlace
-from qat_lora.hosts.group import ALONE, SIGTERM, Group, WorkerLost, notice_sigterm, stopped_at
-from qat_lora.hosts.link import AnotherFailed
-from qat_lora.hosts.relay import AGAIN, Timeouts, say
+from qat_lora.errors import UserError, ignore_sigterm, nowhere, open_output, report, to_stderr
+from qat_lora.hosts.environment import AGAIN, LOOPBACK, Timeouts, TorchrunPlace
+from qat_lora.hosts.group import ALONE, SIGTERM, AnotherFailed, Group, WorkerLost, notice_sigterm, stopped_at
 from qat_lora.hosts.rendezvous import interface, join, join_at, pass_exit_barrier, serve, tensor_store
 from qat_lora.hosts.revision import agree_on_code
 
@@ -68,7 +66,7 @@ def run_worker(job: Job, enter: Callable[[], Group], local_rank: Callable[[Group
         else:
             code = 2 if isinstance(error, UserError) else 1
             if instead:
-                say(f"error: {instead}")
+                to_stderr(f"error: {instead}")
         if isinstance(error, WorkerLost | AnotherFailed):  # the input is not at fault
             code = 1
         group.linger()
@@ -193,8 +191,10 @@ def end_with(who: str, code: int, reported: bool = True) -> None:
     if code == -signal.SIGTERM and SIGTERM.is_set():  # stopped on request, before there was anything to save
         sys.exit(128 - code)
     if code < 0:
-        say(f"error: {who} was killed ({signal.Signals(-code).name}); the others were ended; resume with --resume auto")
+        to_stderr(
+            f"error: {who} was killed ({signal.Signals(-code).name}); the others were ended; resume with --resume auto"
+        )
         code = 128 - code
     elif not reported:
-        say(f"error: {who} ended with exit code {code}; the others were ended; resume with --resume auto")
+        to_stderr(f"error: {who} ended with exit code {code}; the others were ended; resume with --resume auto")
     sys.exit(code)

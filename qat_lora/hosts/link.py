@@ -14,29 +14,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from qat_lora.errors import UserError
-from qat_lora.hosts.relay import (
-    AGAIN,
-    BEAT,
-    GREETING,
-    HEAD,
-    PIECE,
-    Ending,
-    Kind,
-    Member,
-    Timeouts,
-    as_json,
-    died,
-    frame,
-    say,
-    silent,
-)
+from qat_lora.errors import UserError, to_stderr
+from qat_lora.hosts.environment import AGAIN, Timeouts
+from qat_lora.hosts.group import AnotherFailed
+from qat_lora.hosts.relay import BEAT, GREETING, HEAD, PIECE, Ending, Kind, Member, as_json, died, frame, silent
 
 REAPER = Path(__file__).with_name("reaper.py")
-
-
-class AnotherFailed(UserError):
-    """The job has ended because of another worker; the message says which and why."""
 
 
 class Refused(UserError):
@@ -296,6 +279,6 @@ class Link:
             mine = Ending(f"{self.member} failed: {line}", self.member.rank, said=True)
             self._send_if_possible(Kind.FAIL, as_json(asdict(mine)))
         if speaks:
-            say(f"error: {line}")
+            to_stderr(f"error: {line}")
         self.leave_reaper()
         os._exit(code)

@@ -13,7 +13,6 @@ import queue
 import secrets
 import socket
 import struct
-import sys
 import threading
 import time
 import weakref
@@ -22,13 +21,15 @@ from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
 from typing import Any
 
+from qat_lora.errors import to_stderr
+from qat_lora.hosts.environment import AGAIN, Timeouts
+
 BEAT = 1  # seconds between two heartbeats
 GREETING = 10  # seconds within which a relay answers; a server that takes longer is something else
 NOTICE = 20  # seconds of waiting for workers before a line is printed
 PIECE = 2**20  # bytes read at a time
 STRANGERS = 64  # connections beyond those of the workers that may stay open until they say who they are
 HEAD = struct.Struct("!cQ")
-AGAIN = "restart the job with --resume auto"
 
 
 LOOPS: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
@@ -49,34 +50,6 @@ class Kind(bytes, Enum):
     JOIN, VALUE, FAIL = b"J", b"V", b"F"  # from a worker: who it is, a value, a failure
     WELCOME, REFUSED, VALUES, ENDED = b"W", b"R", b"A", b"E"  # from the relay
     ALIVE, BYE = b"B", b"Q"  # from both: a heartbeat; a worker has finished, all have finished
-
-
-@dataclass(frozen=True)
-class Timeouts:
-    """Seconds. host: how soon the other hosts end after one is lost. join: how long to wait for all workers."""
-
-    host: float = 60
-    join: float = 60
-
-    @property
-    def silence(self) -> float:
-        """How long a worker may be silent before it counts as lost; the rest of `host` is for ending the job."""
-        return 0.55 * self.host
-
-    def grace(self, waiting: bool) -> float:
-        """How long the main thread has to notice by itself that the job has ended, and to report it: longer if it is
-        not waiting for others, since it may be writing a checkpoint."""
-        return (0.1 if waiting else 0.25) * self.host
-
-    @property
-    def stop(self) -> float:
-        """How long after SIGTERM a worker still waits for the others to finish the step."""
-        return 0.9 * self.host
-
-    @property
-    def reaping(self) -> float:
-        """How long a launcher has to notice that its worker has ended."""
-        return 0.15 * self.host
 
 
 @dataclass(frozen=True)
@@ -125,12 +98,6 @@ def silent(member: Member, timeouts: Timeouts) -> str:
         f"no heartbeat from {member} for {timeouts.silence:g} s; check that the host and its network are up, then "
         f"{AGAIN}"
     )
-
-
-def say(line: str) -> None:
-    """Print a line on stderr, at once."""
-    with suppress(OSError, ValueError, AttributeError):  # standard error is closed
-        print(line, file=sys.stderr, flush=True)
 
 
 class Relay:
@@ -208,7 +175,7 @@ class Relay:
                     self._end(Ending(self._missing()))
                 elif not self.complete and not self.ending and waited > NOTICE and not told:
                     told = True
-                    say(f"waiting for {self._late()} of {self.world_size} at {self.where}")
+                    to_stderr(f"waiting for {self._late()} of {self.world_size} at {self.where}")
 
     def _late(self) -> str:
         late = [str(rank) for rank in range(self.world_size) if rank not in self.members]

@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from qat_lora.errors import UserError, first_line
-from qat_lora.hosts.environment import LOOPBACK, TorchrunPlace
+from qat_lora.errors import UserError, first_line, to_stderr
+from qat_lora.hosts.environment import AGAIN, LOOPBACK, Timeouts, TorchrunPlace
 from qat_lora.hosts.group import Group, stopped_at
 from qat_lora.hosts.link import Link, Refused, this_member
-from qat_lora.hosts.relay import AGAIN, NOTICE, Relay, Timeouts, say
+from qat_lora.hosts.relay import NOTICE, Relay
 
 START_AGAIN = f"check that its host and network are up, then {AGAIN}"
 MEETING = "qat_lora/relay"  # key of the relay's address in torchrun's store, written anew after each restart
@@ -110,7 +110,7 @@ def join(
             )
         if waited > NOTICE and not told:
             told = True
-            say(f"worker {rank} is waiting for worker 0 at {where} ({why})")
+            to_stderr(f"worker {rank} is waiting for worker 0 at {where} ({why})")
         time.sleep(0.2)
 
 
@@ -165,7 +165,7 @@ def _join_under_torchrun(place: TorchrunPlace, timeouts: Timeouts) -> Group:
 
 
 def _give_up(line: str) -> None:
-    say(f"error: {line}; {START_AGAIN}")
+    to_stderr(f"error: {line}; {START_AGAIN}")
     os._exit(1)
 
 

@@ -5,9 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from qat_lora.errors import ROOT, installed_version
+from qat_lora.errors import ROOT, installed_version, to_stderr
 from qat_lora.hosts.group import Group
-from qat_lora.hosts.relay import say
 
 VERSIONS = ("torch", "torch_xla", "transformers", "peft", "safetensors", "numpy")
 
@@ -44,7 +43,7 @@ def agree_on_code(group: Group) -> None:
         other = [name for name in VERSIONS if theirs[name] != everyone[0][name]]
         if other and group.rank in (0, rank):
             name = other[0]
-            say(
+            to_stderr(
                 f"warning: {name} is {everyone[0][name]} for {group.name(0)}, {theirs[name]} for {group.name(rank)}; "
                 "figures may differ"
             )

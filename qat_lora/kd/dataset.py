@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from qat_lora.ahead.rehearsal import SameRows
-from qat_lora.data.batches import epoch_order
+from qat_lora.data.batches import SameRows, epoch_order
 from qat_lora.data.packing import tokenizer_fingerprint
 from qat_lora.errors import UserError, one_line
 from qat_lora.kd import DRAWS

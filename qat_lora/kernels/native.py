@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from qat_lora.backend import machine
-from qat_lora.errors import first_line
-from qat_lora.hosts.relay import say
+from qat_lora.errors import first_line, to_stderr
 
 SOURCE = Path(__file__).with_name("native.c")
 FLAGS = ["-O3", "-march=native", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
@@ -55,7 +54,7 @@ def library() -> ctypes.CDLL | None:
                 kernels = get(folder, name)
                 kernels.move_moments.restype = kernels.add_rows.restype = c_long
                 return kernels
-    say(
+    to_stderr(
         f"{compiler[0]} does not compile C with OpenMP here; install gcc, or set CC: without one, quantisation, "
         "optimiser steps and the LM head are slower"
     )
@@ -130,7 +129,7 @@ def fused(plain: Callable) -> Callable:
             raise
         except Exception as error:  # whatever it is, the plain form still works
             FAILED.add(name)
-            say(f"torch.compile fails here ({first_line(error)}); {name} will be slower")
+            to_stderr(f"torch.compile fails here ({first_line(error)}); {name} will be slower")
             return plain(first, *others)
 
     return either

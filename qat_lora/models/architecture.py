@@ -19,7 +19,6 @@ from transformers import DynamicCache, PreTrainedConfig
 from qat_lora.backend import is_xla_device
 from qat_lora.errors import UserError
 from qat_lora.models.attention import PACKED, Layout, laid_out, whole_rows
-from qat_lora.models.experts import STATIC
 
 # Arguments of forward that show that a module's output at one token depends on other tokens.
 OTHER_TOKENS = {
@@ -72,6 +71,8 @@ def hidden_states(model: nn.Module, tokens: Tensor, layout: Layout | None = None
     """
     stack = decoder(model)
     if is_xla_device(tokens.device):
+        from qat_lora.models.experts import STATIC
+
         stack.config._experts_implementation = STATIC
     if layout is None and is_xla_device(tokens.device):
         # Without a mask, transformers reads a tensor to look for packed sequences: one host sync per step.

@@ -23,7 +23,6 @@ from qat_lora.backend.machine import check_memory, giving_memory_back
 from qat_lora.errors import UserError, first_line, one_line
 from qat_lora.models.architecture import short_range
 from qat_lora.models.check import check
-from qat_lora.models.gguf_settings import unread
 from qat_lora.models.identity import check_pickle, fingerprint, headers, tokenizer_fingerprint
 from qat_lora.models.multimodal import full_class, language_model, loads_as_text, text_class, text_config, text_part
 from qat_lora.models.packaged import EMBEDDED, PACKAGED
@@ -107,6 +106,8 @@ def _per_files(function: Callable) -> Callable:
 def _full_config(name: str) -> PreTrainedConfig:
     config, source = _load(AutoConfig, name), model_source(name)
     if "gguf_file" in source:
+        from qat_lora.models.gguf_settings import unread
+
         lost = unread(gguf_reader(Path(source["pretrained_model_name_or_path"], source["gguf_file"])), config)
         if lost:
             raise UserError(

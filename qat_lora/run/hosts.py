@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from qat_lora.errors import UserError
+from qat_lora.errors import UserError, to_stderr
 from qat_lora.hosts.group import Group
-from qat_lora.hosts.relay import say
 from qat_lora.run.files import lock, read_json, sha256, write_atomically
 from qat_lora.run.options import RunConfig
 
@@ -119,7 +118,7 @@ def _bring(path: Path, giver: int, group: Group) -> None:
 
     if group.rank:
         return copy()
-    say(f"copying {path} from {group.name(giver)}")
+    to_stderr(f"copying {path} from {group.name(giver)}")
     path.mkdir(parents=True, exist_ok=True)
     with lock(path):
         copy()

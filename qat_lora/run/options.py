@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from qat_lora.backend.detect import DEVICES
 from qat_lora.errors import UserError, load_package
-from qat_lora.hosts.relay import Timeouts
+from qat_lora.hosts.environment import Timeouts
 
 GROUPS = {
     "model": "Model",

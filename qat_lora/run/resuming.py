@@ -8,8 +8,7 @@ from typing import Any
 
 import yaml
 
-from qat_lora.errors import UserError, first_line
-from qat_lora.hosts import relay
+from qat_lora.errors import UserError, first_line, to_stderr
 from qat_lora.hosts.group import ALONE, Group
 from qat_lora.run.console import say
 from qat_lora.run.files import read_json, sha256
@@ -128,7 +127,7 @@ def _meant_here(experiment: str, config: RunConfig, group: Group) -> Path | None
     """The run that --resume refers to, as far as this host knows: a run named explicitly may be on another host."""
     if named := config.output_dir if config.resume == "auto" else config.resume:
         return Path(named)
-    return _meant(experiment, config, relay.say if group.rank else None)  # on worker 0 open_run reports them
+    return _meant(experiment, config, to_stderr if group.rank else None)  # on worker 0 open_run reports them
 
 
 def _rows_before(experiment: str, config: RunConfig) -> tuple[int, dict]:

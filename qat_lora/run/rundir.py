@@ -20,7 +20,6 @@ from qat_lora.run.files import as_json, lock, write_atomically, write_json, writ
 from qat_lora.run.hosts import agree_on_facts
 from qat_lora.run.options import RunConfig
 from qat_lora.run.resuming import CONFIG_SUM, FORMAT, _changed, _resumed_path, _stamp, _status, check_same
-from qat_lora.run.tracking import open_tracker
 
 PACKAGES = ("torch", "torch_xla", "transformers", "peft", "datasets", "safetensors", "numpy")
 # what a process that died early leaves behind
@@ -118,6 +117,8 @@ def open_run(experiment: str, config: RunConfig, facts: dict, group: Group = ALO
 
     path, resumed = group.on_main(opened)
     if run and config.report_to != "none":
+        from qat_lora.run.tracking import open_tracker
+
         what = f"--report-to {config.report_to}"
         run.mirror = attempt(what, open_tracker, config.report_to, path, dataclasses.asdict(config))
     return run or Run(path, resumed, writes=False)

@@ -24,9 +24,9 @@ import torch_xla.debug.metrics as met
 import qat_lora
 from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.backend.xla import XlaWorker
+from qat_lora.hosts.environment import Timeouts
 from qat_lora.hosts.group import SIGTERM
 from qat_lora.hosts.launch import Job
-from qat_lora.hosts.relay import Timeouts
 from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from qat_lora.backend.opening import launch
 from qat_lora.errors import report
 from qat_lora.hosts import relay, rendezvous
-from qat_lora.hosts.relay import Timeouts
+from qat_lora.hosts.environment import Timeouts
 
 WHAT, FOLDER = sys.argv[1], Path(sys.argv[2])
 PID = os.getpid()

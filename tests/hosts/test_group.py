@@ -15,9 +15,10 @@ from patience import PATIENCE
 from qat_lora.errors import UserError
 from qat_lora.hosts import link as link_module
 from qat_lora.hosts import relay as relay_module
-from qat_lora.hosts.group import ALONE, SIGTERM, Group, WorkerLost
-from qat_lora.hosts.link import AnotherFailed, Link, Refused, this_member
-from qat_lora.hosts.relay import Kind, Relay, Timeouts, as_json, frame
+from qat_lora.hosts.environment import Timeouts
+from qat_lora.hosts.group import ALONE, SIGTERM, AnotherFailed, Group, WorkerLost
+from qat_lora.hosts.link import Link, Refused, this_member
+from qat_lora.hosts.relay import Kind, Relay, as_json, frame
 from qat_lora.hosts.rendezvous import join, serve
 
 HOST = socket.gethostname()
