@@ -103,7 +103,7 @@ reservoir-cuda: setup ## a larger one on TinyStories, on every GPU (untested on 
 	$(PY) scripts/train_tinystories_reservoir.py --config cuda --device cuda --num-chips 0 --resume auto
 
 athena-cpu: setup ## a recursive model learns 6×6 Sudoku (8 to 15 minutes on two cores)
-	$(PY) pretrain.py device_type=cpu --resume auto
+	$(PY) pretrain.py --config cpu device_type=cpu --resume auto
 
 data/sudoku9: | setup
 	$(PY) scripts/build_puzzle_data.py --puzzle sudoku9 --count 11000 --output-dir data/sudoku9

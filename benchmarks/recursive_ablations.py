@@ -5,7 +5,7 @@ gradient, and without recursion, on held-out 6×6 Sudoku.
     python benchmarks/recursive_ablations.py --seeds 0,1,2 --output-dir runs/more
 
 Each seed draws its own few puzzles, with as few clues as possible (build_puzzle_data.py). pretrain.py trains every
-variant on one thread, with the sizes of cfg_pretrain and a constant learning rate. Finished runs are not repeated, and
+variant on one thread, with the sizes of preset cpu and a constant learning rate. Finished runs are not repeated, and
 interrupted ones resume. One line per variant gives, for each seed, the share of held-out puzzles that are exactly right
 after all segments and, in brackets, where the halting head stops; curves.png shows the former over updates.
 """
@@ -60,8 +60,9 @@ def main(cfg: Config) -> None:
         for name, words in VARIANTS.items():
             run = run_of(folder, name, seed)
             if not (run / "summary.json").exists() or '"finished"' not in (run / "summary.json").read_text():
-                call("pretrain.py", f"seed={seed}", "device_type=cpu", "num_chips=1", f"data_path={data}",
-                     f"steps={cfg.steps}", "lr_min_ratio=1", f"output_dir={run}", "resume=auto", *words)  # fmt: skip
+                call("pretrain.py", "--config", "cpu", f"seed={seed}", "device_type=cpu", "num_chips=1",
+                     f"data_path={data}", f"steps={cfg.steps}", "lr_min_ratio=1", f"output_dir={run}", "resume=auto",
+                     *words)  # fmt: skip
     for name in VARIANTS:
         ends = [measured(run_of(folder, name, seed))[-1] for seed in seeds]
         shown = [f"{end['heldout_exact_full']:.1%} ({end['heldout_exact']:.1%})" for end in ends]

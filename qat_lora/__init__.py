@@ -33,8 +33,6 @@ _PUBLIC = {
     "load_model": "qat_lora.models.loading",
     "load_student": "qat_lora.quant.student",
     "open_backend": "qat_lora.backend",
-    "train_qat": "qat_lora.kd.training",
-    "train_recovery_lora": "qat_lora.lora.recovery",
     "xla_mark_step": "qat_lora.backend",
 }
 __all__ = sorted(_PUBLIC)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from qat_lora.backend import TorchBackend
+from qat_lora.backend import TorchBackend, is_xla_device, xla_mark_step  # noqa: F401 (the guide imports the two from here)
 from qat_lora.kd.training import kd_loss
 from qat_lora.kernels.optimizer import new_optimizer
 from qat_lora.models.architecture import as_answer, decoder_layers, replaced

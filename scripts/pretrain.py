@@ -2,7 +2,7 @@
 """Can a network of a few hundred thousand weights reason by refining its answer again and again? (Athena v2)
 
     python pretrain.py
-    python pretrain.py device_type=cpu
+    python pretrain.py device_type=cpu --config cpu
     python pretrain.py device_type=tpu global_batch_size=1024
     python scripts/pretrain.py --config nano --resume auto
     python scripts/pretrain.py --config cfg_pretrain_tpu arch.use_gradient_checkpointing=true

@@ -19,7 +19,7 @@ measure_perplexity.py, run_inference.py and export_model.py. docs/qat-recovery.m
 from dataclasses import dataclass
 from typing import Literal
 
-from qat_lora.models.packaged import CHOICES, EMBEDDED
+from qat_lora.models.packaged import CHOICES
 from qat_lora.quant.spec import SCOPES
 from qat_lora.run import options as opt
 from qat_lora.run.command_line import check_command_line, run_script
@@ -31,7 +31,7 @@ NAME = "train_qat"
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TrainOptions, JobConfig):
-    model: str = opt.model(EMBEDDED, f"base model: {CHOICES}", identity="base")
+    model: str | None = opt.model(None, f"base model [the cache's teacher]: {CHOICES}", identity="base")
     checkpoint: str | None = opt.model(
         None,
         "start from this student (a best.pt); if it has other quantisers, from the weights it represents",
@@ -93,7 +93,7 @@ from qat_lora.backend import TorchBackend, open_planned, planned_workers
 from qat_lora.backend.opening import launch
 from qat_lora.data.batches import first_batches
 from qat_lora.errors import UserError
-from qat_lora.kd.dataset import KDCacheDataset, open_splits, planned_rows
+from qat_lora.kd.dataset import KDCacheDataset, open_splits, planned_rows, teacher_of
 from qat_lora.kd.training import QATPlan, heldout_figures, kd_loss, qat_stage, target_entropy, usual_rates
 from qat_lora.layer_qat import LayerPlan, train_layers
 from qat_lora.models.architecture import decoder_layers
@@ -115,6 +115,7 @@ from qat_lora.train.memory import Parts
 # -- the experiment --------------------------------------------------------------------------------------------------
 def main(cfg: Config) -> None:
     check(cfg)
+    cfg = with_model(cfg)
     if not cfg.dry_run:
         return launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
     backend = open_planned(cfg.device, cfg.precision)
@@ -199,6 +200,15 @@ def check(cfg: Config) -> None:
         )
 
 
+def with_model(cfg: Config) -> Config:
+    """The options with the cache's teacher as the base model, if none is given."""
+    if cfg.model:
+        return cfg
+    cfg = dataclasses.replace(cfg, model=teacher_of(cfg.cache_dir))
+    say(f"base model {cfg.model}: the teacher of {cfg.cache_dir}")
+    return cfg
+
+
 def student_spec(cfg: Config) -> StudentSpec:
     return StudentSpec(mlp=cfg.mlp, attn=cfg.attn, head=cfg.head)
 
@@ -279,7 +289,7 @@ def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
     model has no weights, and all rows are zeros."""
     rows = planned_rows(cfg.cache_dir, cfg.update_facts(backend.world_size)["rows_per_update"])
     rates = dict.fromkeys(("learning_rate", "layer_learning_rate", "scale_learning_rate"), 1e-3)
-    cfg = dataclasses.replace(cfg, **rates)
+    cfg = dataclasses.replace(with_model(cfg), **rates)
     session = backend.rehearsal(len(rows) * len(rows[0]["tokens"]))
     student = backend.place(quantize(empty_model(planned_name(cfg.model)), student_spec(cfg)))
 

@@ -1,5 +1,6 @@
 """The backend on CPU and CUDA, and the interface that the XLA backend specialises."""
 
+import functools
 import os
 import queue
 import random
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from qat_lora.backend import machine
+from qat_lora.backend.phases import Phases
 from qat_lora.backend.placing import architecture, put_zeros, retie, tied_parameters
 from qat_lora.errors import UserError, first_line, to_stderr
 from qat_lora.hosts.group import ALONE, Group
@@ -94,6 +96,11 @@ class TorchBackend:
         if self.kind == "cuda":
             return torch.cuda.get_device_properties(self.device).total_memory
         return machine.host_memory()
+
+    @functools.cached_property
+    def phases(self) -> Phases:
+        """Tells the phases of every update if PT_XLA_DEBUG is set."""
+        return Phases(self.is_main and os.environ.get("PT_XLA_DEBUG", "0") not in ("", "0"))
 
     @property
     def is_main(self) -> bool:
@@ -226,7 +233,9 @@ class TorchBackend:
         """Compute gradients. Raises UserError if the loss depends on no trained parameter."""
         if not loss.requires_grad:
             raise UserError("no gradient reaches the parameters to train in this model; train other parts of it")
+        self.phases.begin("Backward pass")
         loss.backward()
+        self.phases.end()
 
     def update(
         self, optimizer: torch.optim.Optimizer, clip: float, after: Callable[[], None] | None = None,

@@ -1,4 +1,5 @@
-"""Environment variables set by the shell, a launcher or a scheduler, checked before they are used."""
+"""Environment variables set by the shell, a launcher or a scheduler, checked before they are used, and a job's time
+limits."""
 
 import os
 import re

@@ -8,14 +8,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qat_lora.errors import UserError, first_line
 from qat_lora.hosts.environment import AGAIN
-
-if TYPE_CHECKING:
-    from qat_lora.hosts.link import Link
-    from qat_lora.hosts.relay import Relay
 
 HEARSAY = 2  # seconds that a failing worker waits to hear whether another worker failed first
 LINGER = 4  # seconds that a failed worker keeps its relay open for the others
@@ -51,11 +47,12 @@ class WorkerLost(UserError):
 class Group:
     """This worker's place among `world_size` workers. A single worker needs no link.
 
-    relay: the job's relay if this process serves it; the process then leaves last. Every worker makes the same calls in
-    the same order. Values are pickled, so they must come from this job alone.
+    link: its hosts.link.Link. relay: the job's hosts.relay.Relay if this process serves it; the process then leaves
+    last. Every worker makes the same calls in the same order. Values are pickled, so they must come from this job
+    alone.
     """
 
-    def __init__(self, rank: int = 0, world_size: int = 1, link: "Link | None" = None, relay: "Relay | None" = None):
+    def __init__(self, rank: int = 0, world_size: int = 1, link: Any = None, relay: Any = None):
         self.rank, self.world_size, self.link, self.relay = rank, world_size, link, relay
 
     @property

@@ -15,7 +15,7 @@ from qat_lora.data.packing import tokenizer_fingerprint
 from qat_lora.errors import UserError, one_line
 from qat_lora.kd import DRAWS
 from qat_lora.kd.cache import PREFIX, CacheSpec, read_manifest, read_shard
-from qat_lora.models.loading import load_config
+from qat_lora.models.loading import EMBEDDED, load_config
 
 
 class KDCacheDataset(Dataset):
@@ -133,6 +133,12 @@ def open_splits(cache_dir: str, model: str, tokenizer) -> tuple[KDCacheDataset, 
     """The training and held-out rows of a cache, for a model and its tokenizer."""
     facts = {"tokenizer": tokenizer_fingerprint(tokenizer), "vocab": load_config(model).vocab_size}
     return KDCacheDataset(cache_dir, "train", **facts), KDCacheDataset(cache_dir, "heldout", **facts)
+
+
+def teacher_of(cache_dir: str) -> str:
+    """The name of the model that made a cache; of the embedded one if the cache does not exist yet."""
+    made = (Path(cache_dir) / "manifest.json").exists()
+    return read_manifest(Path(cache_dir))[0].teacher if made else EMBEDDED
 
 
 def planned_rows(cache_dir: str, count: int) -> SameRows:

@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 import runpy
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -276,8 +277,12 @@ def check_command_line(kind: type, script: str, description: str) -> None:
     """
     if "_ARGCOMPLETE" in os.environ:
         _complete(kind, script, description)
+    from qat_lora.backend import detect
+
     with _reporting():
         config = _config(kind, script, description)
+        if not config.dry_run and detect.plans_a_tpu(config.device):
+            detect.resolve(config.device)  # says that there is none, before anything is loaded or asked of a hub
         line = f"{(_variant or Variant(script, description)).name}: loading PyTorch"
         if hasattr(config, "resume"):  # a long job; programs may read the output of other scripts
             say(line)
@@ -297,7 +302,7 @@ def run_script(main: Callable[[Any], None], kind: type, script: str, description
             try:
                 main(config)
                 if config.dry_run and "rehearse" in main.__globals__:
-                    _tell_peak(script, config)
+                    _name_compiler(script, config)
             except KeyboardInterrupt:
                 if hasattr(config, "resume"):
                     say("interrupted; --resume auto resumes from the last checkpoint, if there is one")
@@ -306,23 +311,13 @@ def run_script(main: Callable[[Any], None], kind: type, script: str, description
         ignore_sigterm()
 
 
-def _tell_peak(script: str, config: Any) -> None:
-    """For a dry run on a TPU: print the peak of HBM that the TPU's compiler computes, if libtpu is installed."""
-    from qat_lora.ahead.aot import libtpu_version
+def _name_compiler(script: str, config: Any) -> None:
+    """For a dry run of a TPU: print the command that asks the TPU's compiler, which takes minutes for a large model."""
     from qat_lora.backend import detect
 
-    if not detect.plans_a_tpu(config.device) and (config.device == "cpu" or not detect.tpu_chips()):
-        return
-    if libtpu_version() is None:
-        say("pip install -r requirements-dev.txt, and a dry run tells the peak by the TPU's compiler")
-    else:
-        from qat_lora.run.tpu import planned_peak
-
-        say("compiling for the TPU to find the peak of its memory; this may take minutes, Ctrl-C to skip it")
-        try:
-            say(planned_peak(script, config, detect.tpu_chips()))
-        except KeyboardInterrupt:
-            say("skipped")
+    if detect.plans_a_tpu(config.device) or (config.device != "cpu" and detect.tpu_chips()):
+        words = [word for word in sys.argv[1:] if word not in ("--dry-run", "--tpu")]
+        say(f"for the peak by the TPU's compiler: python scripts/compile_for_tpu.py {shlex.join([script, *words])}")
 
 
 def _config(kind: type, script: str, description: str) -> Any:

@@ -1,20 +1,14 @@
 """What a run would need on a TPU: its graphs, recorded from a script's options, and the TPU compiler's figures."""
 
-import ctypes
 import dataclasses
-import json
 import math
 import os
-import signal
-import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
-from qat_lora.ahead.aot import CHIPS, DETECTED, Chip, Compiled, Compiler, Graph, NotCompiled
-from qat_lora.errors import ROOT, load_package
+from qat_lora.ahead.aot import Chip, Compiled, Compiler, Graph, NotCompiled
+from qat_lora.errors import load_package
 from qat_lora.run.console import say
 
 
@@ -137,39 +131,6 @@ def as_json(phases: list[Phase], chip: Chip) -> list[dict]:
         }
         for phase in phases
     ]  # fmt: skip
-
-
-def planned_peak(script: str, config: Any, chips: list[str]) -> str:
-    """The line in a dry run that tells the peak of HBM, computed by the TPU's compiler in a process of its own.
-
-    chips: the machine's TPU chips, if it has any; otherwise the preset's name tells which chip is meant (v6e4), and
-    without one it is v6e. Graphs that were never compiled take minutes if the model is large.
-    """
-    names = [DETECTED.get(chip, chip) for chip in chips] + [(config.config or "")[:3], "v6e"]
-    chip = next(name for name in names if name in CHIPS)
-    given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.name != "debug"}
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value not in (None, "")]
-    command = [sys.executable, ROOT / "scripts" / "compile_for_tpu.py", script, *words, "--chip", chip, "--json"]
-    environment = {name: value for name, value in os.environ.items() if name != "PJRT_DEVICE"}
-    end_with_this = partial(ctypes.CDLL(None).prctl, 1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when this process ends
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=end_with_this
-    ) as process:
-        try:
-            out, errors = process.communicate()
-        except BaseException:
-            process.terminate()
-            raise
-    if not out:
-        reason = (errors.strip() or f"exit code {process.returncode}").splitlines()[-1]
-        return f"peak by the TPU's compiler: unknown ({reason.removeprefix('error: ')})"
-    figures = json.loads(out)
-    size = CHIPS[chip].usable / 1e9
-    if wrong := next((phase for phase in figures["phases"] if phase["error"]), None):
-        return f"does not fit a {chip} chip, by the TPU's compiler: {wrong['phase']}: {wrong['error']}"
-    most = max(figures["phases"], key=lambda phase: phase["peak"])
-    peak = f"{most['peak'] / 1e9:.2f} GB of {size:.2f} GB, in {most['phase']}"
-    return f"peak on a {chip} chip, by the TPU's compiler: {peak}"
 
 
 def chips_of(topology: str, chip: Chip) -> int:

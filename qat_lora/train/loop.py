@@ -104,9 +104,13 @@ class Update:
         self.metrics: dict[str, Metric | Ratio | Value] = {}
 
     def __iter__(self) -> Iterator[dict]:
-        micros = self.stage.plan.accumulation
+        micros, phases = self.stage.plan.accumulation, self.stage.backend.phases
+        phases.start(self.number)
         for _ in range(micros):
-            yield next(self.stream)
+            batch = next(self.stream)
+            phases.tell(f"Batch collated: {next(iter(batch.values())).shape}")
+            phases.begin("Forward pass")
+            yield batch
             if micros > 1:
                 self.stage.backend.step_boundary()
 
@@ -122,7 +126,9 @@ class Update:
         self._sum()
         stage = self.stage
         in_step = partial(stage.in_step, self.factor) if stage.in_step else None
+        stage.backend.phases.begin("Optimizer step")
         norm = stage.backend.update(stage.optimizer, stage.plan.clip_grad_norm, in_step, stage.summed())
+        stage.backend.phases.end()
         if stage.after_step:
             stage.after_step()
             stage.backend.step_boundary()

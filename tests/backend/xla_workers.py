@@ -1,4 +1,4 @@
-"""Run by test_xla_workers.py: N workers on N of torch_xla's CPU devices, started by the project's own launch.
+"""Run by test_xla_workers.py: N workers on N of torch_xla's CPU devices, started as `launch` starts those of TPU chips.
 
 PJRT_DEVICE=CPU CPU_NUM_DEVICES=N python tests/backend/xla_workers.py N qat|failing|athena MODEL CACHE OUT
 
@@ -11,6 +11,7 @@ others' collectives arrive. For tests only: it replaces a private function.
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import athena_workers
@@ -19,7 +20,9 @@ import torch_xla.debug.metrics as met
 import worker_checks
 import worker_training
 
-from qat_lora.backend.opening import launch
+from qat_lora.backend import xla
+from qat_lora.hosts.environment import Timeouts
+from qat_lora.hosts.launch import Job
 
 COUNT, MODE, MODEL, CACHE, OUT = int(sys.argv[1]), *sys.argv[2:5], Path(sys.argv[5])
 _marker, _turn, _everyone = torch_xla._XLAC._xla_step_marker, threading.Lock(), threading.Barrier(COUNT)
@@ -61,4 +64,4 @@ def train(backend, out: Path) -> None:
 
 if __name__ == "__main__":
     does = {"qat": train, "failing": worker_checks.fail_first, "athena": athena_workers.train}
-    launch(does[MODE], (OUT,), "xla", "fp32", COUNT)
+    xla.spawn(Job(partial(xla.work, does[MODE], (OUT,), "fp32", COUNT), False, Timeouts()), COUNT)

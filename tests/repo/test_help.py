@@ -49,7 +49,7 @@ def test_help_shows_docstring_and_each_option_once_without_heavy_imports(path, s
 
 def test_every_default_is_shown(shown):
     page = shown["train_qat"][1]
-    assert re.search(r"--max-steps N .*\[300\]", page) and "[smollm2-135m]" in page
+    assert re.search(r"--max-steps N .*\[300\]", page) and "[the cache's teacher]" in page
     assert "None" not in page and "[False]" not in page
 
 
