@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
@@ -22,7 +23,6 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from qat_lora.backend import machine
-from qat_lora.backend.phases import Phases
 from qat_lora.backend.placing import architecture, put_zeros, retie, tied_parameters
 from qat_lora.errors import UserError, first_line, to_stderr
 from qat_lora.hosts.group import ALONE, Group
@@ -45,6 +45,32 @@ def check_usable(device: torch.device) -> None:
         raise UserError(
             f"{device} cannot be used ({first_line(error)}); end the process that nvidia-smi lists there, or wait"
         ) from error
+
+
+class Phases:
+    """Prints what an update is doing, if it is on: on XLA its first phases compile for minutes without a sign."""
+
+    def __init__(self, on: bool):
+        self.on, self.step, self.running, self.since = on, 0, "", 0.0
+
+    def tell(self, what: str) -> None:
+        if self.on:
+            print(f"[Step {self.step}] {what}", flush=True)
+
+    def start(self, step: int) -> None:
+        self.step = step
+        self.tell("Starting...")
+
+    def begin(self, phase: str) -> None:
+        """End the phase that is running, and begin another."""
+        self.end()
+        self.running, self.since = phase, time.monotonic()
+        self.tell(f"{phase} starting...")
+
+    def end(self) -> None:
+        if self.running:
+            self.tell(f"{self.running} done ({time.monotonic() - self.since:.1f}s)")
+        self.running = ""
 
 
 class TorchBackend:

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from qat_lora.backend.detect import count_workers
-from qat_lora.backend.phases import Phases
+from qat_lora.backend.eager import Phases
 from qat_lora.errors import ROOT, UserError
 
 IMPORTS = [
