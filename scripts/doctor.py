@@ -37,7 +37,7 @@ try:
     from packaging.requirements import Requirement
 
     from qat_lora.backend import resolve, tpu_chips
-    from qat_lora.backend.eager import cpu_has_bf16
+    from qat_lora.backend.devices import cpu_has_bf16
     from qat_lora.errors import ROOT, UserError, installed_version
     from qat_lora.models.packaged import EMBEDDED, PACKAGED, packaged_file
 except ImportError as error:

@@ -1,18 +1,20 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Export a trained low-bit student for other programs: Hugging Face folders, or GGUF for llama.cpp.
+"""Export a trained model for other programs: a low-bit student to a Hugging Face folder or to GGUF for llama.cpp.
 
     python scripts/export_model.py --checkpoint runs/q2/best.pt --format gguf --output-dir exports/q2
     python scripts/export_model.py --checkpoint runs/q2/best.pt --adapter runs/q2-lora/adapter --format hf \\
         --output-dir exports/q2-hf
     python scripts/export_model.py --checkpoint runs/q2/best.pt --adapter runs/q2-lora/adapter --format gguf \\
         --adapter-as merged --output-dir exports/q2-merged
+    python scripts/export_model.py --model runs/legal/model --format gguf --output-dir exports/legal
 
 hf      a folder for AutoModelForCausalLM with the weights level·scale in fp32 (fp16 would round them), 4 bytes each;
         the adapter is in adapter/, for PeftModel
 merged  the same folder with the adapter added to the weights
 gguf    model.gguf with the trained codes and scales, each tensor in the smallest GGUF type that holds it, F16 if none
         does; docs/qat-recovery.md lists the types. The adapter is adapter.gguf, for llama.cpp's --lora; with
-        --adapter-as merged it is added to its layers, which become F16
+        --adapter-as merged it is added to its layers, which become F16. --model without a student: any model in full
+        precision, e.g. a fine-tuned or merged one; its matrices become F16
 
 Every export also has the tokenizer, the chat template and export.json (its sources, types, bits and sizes). The
 files are read back and compared with the student, code by code, before the folder is moved into place. Nothing is
@@ -30,7 +32,9 @@ from qat_lora.run.options import ScriptConfig
 @dataclass(frozen=True, kw_only=True)
 class Config(ScriptConfig):
     checkpoint: str | None = opt.model(None, "student: the best.pt of train_qat.py")
-    model: str | None = opt.model(None, "the student's base model, if it has moved: a folder, .gguf file or hub name")
+    model: str | None = opt.model(
+        None, "the student's base, if it has moved; without --checkpoint, the model to export as GGUF"
+    )
     adapter: str | None = opt.model(None, "adapter trained on the student: the adapter/ of train_recovery_lora.py")
     format: Literal["hf", "merged", "gguf"] = opt.run(
         "gguf", "format: hf (adapter beside the model), merged (adapter added to the weights) or gguf"
@@ -66,9 +70,15 @@ def main(cfg: Config) -> None:
 
 
 def check(cfg: Config) -> None:
-    for name, example in (("checkpoint", "runs/q2/best.pt"), ("output_dir", "exports/q2")):
-        if getattr(cfg, name) is None:
-            raise UserError(f"--{name.replace('_', '-')} is missing; give e.g. {example}")
+    if not cfg.checkpoint and not cfg.model:
+        raise UserError("--checkpoint is missing; give e.g. runs/q2/best.pt, or --model FOLDER for full precision")
+    if cfg.output_dir is None:
+        raise UserError("--output-dir is missing; give e.g. exports/q2")
+    if not cfg.checkpoint:
+        given = [f"--format {cfg.format}"] * (cfg.format != "gguf") + ["--adapter"] * bool(cfg.adapter)
+        given += [f"--gguf-type {cfg.gguf_type}"] * (cfg.gguf_type not in ("auto", "F16"))
+        if given:
+            raise UserError(f"{given[0]} is for a student; give its --checkpoint, or leave it out: --model becomes F16")
     if cfg.format == "merged" and not cfg.adapter:
         raise UserError("--format merged needs the --adapter to merge; give one, or use --format hf")
     if cfg.adapter_as and (cfg.format != "gguf" or not cfg.adapter):
@@ -79,7 +89,8 @@ def check(cfg: Config) -> None:
 
 
 def introduce(cfg: Config, source: Source) -> None:
-    say(f"student {cfg.checkpoint} of {source.name}" + (f", adapter {cfg.adapter}" if cfg.adapter else ""))
+    what = f"student {cfg.checkpoint} of {source.name}" if cfg.checkpoint else f"model {source.name} in full precision"
+    say(what + (f", adapter {cfg.adapter}" if cfg.adapter else ""))
 
 
 # -- HF --------------------------------------------------------------------------------------------------------------
@@ -117,7 +128,7 @@ def export_gguf(cfg: Config, source: Source) -> None:
         write_json(folder / "export.json", record(cfg, source, types, stored_bits(plan), sizes))
     for name, (expected, real) in sizes.items():
         say(f"wrote {target / name}: {real / 1e6:.2f} MB ({expected / 1e6:.2f} computed)")
-    say("read back: every code, scale, offset and plain value equals the student's, bit for bit")
+    say("read back: every code, scale, offset and plain value is the planned one, bit for bit")
 
 
 def show_plan(source: Source, plan: GGUFPlan, computed: dict[str, int]) -> None:
@@ -131,14 +142,15 @@ def show_plan(source: Source, plan: GGUFPlan, computed: dict[str, int]) -> None:
         say(f"  {'adapter':<16}{'—':<16}{'F32':<5}{len(plan.adapter):>4} tensors{4 * values / 1e6:>9.2f} MB  exact")
     for note in plan.notes:
         say(f"  {note}")
-    student = bits_per_weight(source.student)
-    say(f"bits per quantised weight: {stored_bits(plan):.3f} in the file, {student:.3f} in the student")
+    if source.checkpoint:
+        student = bits_per_weight(source.student)
+        say(f"bits per quantised weight: {stored_bits(plan):.3f} in the file, {student:.3f} in the student")
     say("computed: " + ", ".join(f"{name} {size / 1e6:.2f} MB" for name, size in computed.items() if size))
 
 
 def stored_bits(plan: GGUFPlan) -> float:
-    """Bits per quantised weight in the file, including the weights that became F16."""
-    mine = [entry for entry in plan.entries if entry.quantizer]
+    """Bits per quantised weight in the file, including those that became F16; of all matrices if none is quantised."""
+    mine = [e for e in plan.entries if e.quantizer] or [e for e in plan.entries if len(e.shape) > 1]
     return 8 * sum(entry.bytes for entry in mine) / sum(entry.shape[0] * entry.shape[1] for entry in mine)
 
 

@@ -1,9 +1,11 @@
-"""Questions about a tensor's device, for code that has tensors but no backend."""
+"""Questions about a device, for code that has no backend: mostly about a tensor's."""
 
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor
+
+from qat_lora.errors import UserError, first_line
 
 
 def on_host(tensor: Tensor) -> bool:
@@ -47,3 +49,18 @@ def without_autocast(tensor: Tensor):
 def has_attention_kernel(tensor: Tensor) -> bool:
     """Whether fused attention is faster than two products at any length: true on CUDA."""
     return tensor.device.type == "cuda"
+
+
+def cpu_has_bf16() -> bool:
+    """Whether this CPU multiplies bf16 natively (avx512_bf16 or AMX); elsewhere bf16 autocast is slower than fp32."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def check_usable(device: torch.device) -> None:
+    """Raise UserError for a GPU that does not answer, such as one in exclusive mode that another process holds."""
+    try:
+        torch.zeros((), device=device)
+    except RuntimeError as error:
+        raise UserError(
+            f"{device} cannot be used ({first_line(error)}); end the process that nvidia-smi lists there, or wait"
+        ) from error

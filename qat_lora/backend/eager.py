@@ -23,28 +23,14 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from qat_lora.backend import machine
+from qat_lora.backend.devices import check_usable, cpu_has_bf16
 from qat_lora.backend.placing import architecture, put_zeros, retie, tied_parameters
-from qat_lora.errors import UserError, first_line, to_stderr
+from qat_lora.errors import UserError, to_stderr
 from qat_lora.hosts.group import ALONE, Group
 
 # Gradients of at least this many bytes are reduced in place; smaller ones are copied together and reduced at once.
 # docs/benchmarks.md has the cost of the reduction.
 SMALL_BYTES = 256 * 2**10
-
-
-def cpu_has_bf16() -> bool:
-    """Whether this CPU multiplies bf16 natively (avx512_bf16 or AMX); elsewhere bf16 autocast is slower than fp32."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-
-
-def check_usable(device: torch.device) -> None:
-    """Raise UserError for a GPU that does not answer, such as one in exclusive mode that another process holds."""
-    try:
-        torch.zeros((), device=device)
-    except RuntimeError as error:
-        raise UserError(
-            f"{device} cannot be used ({first_line(error)}); end the process that nvidia-smi lists there, or wait"
-        ) from error
 
 
 class Phases:

@@ -1,4 +1,4 @@
-"""The source of an export: a frozen student, its base model and its adapter."""
+"""The source of an export: a frozen student with its base model and adapter, or a full-precision model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from qat_lora.errors import UserError
 from qat_lora.lora.adapter import BEYOND_PRODUCT, load_adapter, weight_file
-from qat_lora.models.loading import plain_state
+from qat_lora.models.loading import load_model, plain_state
 from qat_lora.models.writing import logits_on_cpu, probe
 from qat_lora.quant.student import load_student
 from qat_lora.run.files import sha256
@@ -29,13 +29,14 @@ class Lora:
 
 @dataclass
 class Source:
-    """The source of an export: a frozen student, the rest of its file, and the parts of its adapter.
+    """The source of an export: a frozen student, the rest of its file, and the parts of its adapter; or a model in full
+    precision, without a checkpoint.
 
     loras: the adapter parts of linear layers, by module name. updates: functions that compute what merging adds to a
     weight, by parameter name. adapted: the logits with the adapter, for `probe` of the student.
     """
 
-    checkpoint: Path
+    checkpoint: Path | None
     student: nn.Module
     made: dict
     adapter: Path | None = None
@@ -49,11 +50,14 @@ class Source:
         return self.made["model"]
 
 
-def load_source(checkpoint: str, adapter: str | None = None, model: str | None = None) -> Source:
-    """Read a student file and the adapter that was trained on it. model: where the student's base is now.
+def load_source(checkpoint: str | None, adapter: str | None = None, model: str | None = None) -> Source:
+    """Read a student file and the adapter that was trained on it. model: where the student's base is now, or without a
+    checkpoint the model itself.
 
     Raises UserError for missing or damaged files, an untrained student, and the adapter of another student.
     """
+    if checkpoint is None:
+        return Source(None, load_model(model), {"model": model, "spec": None, "info": {}})
     student, made = load_student(checkpoint, model)
     if made["info"].get("trained") is False:
         raise UserError(
@@ -110,6 +114,6 @@ def provenance(source: Source) -> dict:
         "model": made["model"],
         "quantisers": made["spec"],
         "info": made["info"],
-        "student": sha256(source.checkpoint),
+        "student": sha256(source.checkpoint) if source.checkpoint else None,
         "adapter": sha256(weight_file(adapter)) if adapter else None,
     }

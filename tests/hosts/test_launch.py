@@ -129,7 +129,7 @@ def test_workers_that_do_not_find_each_other_stop_the_job(backend):
 
 
 def test_a_gpu_that_does_not_answer_is_a_one_line_error(monkeypatch):
-    from qat_lora.backend.eager import check_usable
+    from qat_lora.backend.devices import check_usable
 
     def busy(*_, **__):
         raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nmore lines")

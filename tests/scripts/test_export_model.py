@@ -193,3 +193,17 @@ def test_an_untrained_student_is_refused(refused, files, tmp_path):
     torch.save(read_student(files[0]) | {"info": {"step": 0, "trained": False}}, tmp_path / "raw.pt")
     said = refused("--checkpoint", tmp_path / "raw.pt")
     assert "is untrained" in said and "step 0" in said
+
+
+def test_a_model_in_full_precision_becomes_f16(run, refusal, tiny_model_dir, tmp_path, capsys):
+    run("export_model", "--model", tiny_model_dir, "--output-dir", tmp_path / "out")
+    assert "in full precision" in capsys.readouterr().out
+    record = json.loads((tmp_path / "out" / "export.json").read_text())
+    assert record["student"] is None and record["bits_per_weight"] == 16
+    here, there = (load_model(str(path)) for path in (tiny_model_dir, tmp_path / "out" / "model.gguf"))
+    for name, value in here.state_dict().items():
+        assert torch.equal(there.state_dict()[name], value.half().float() if value.ndim > 1 else value), name
+    for flags in (["--format", "hf"], ["--gguf-type", "Q4_0"], ["--adapter", "runs/adapter"]):
+        said = refusal("export_model", "--model", tiny_model_dir, "--output-dir", tmp_path / "other", *flags)
+        assert " ".join(flags[:2]) in said or flags[0] in said
+    assert "or --model FOLDER" in refusal("export_model", "--output-dir", tmp_path / "other")
