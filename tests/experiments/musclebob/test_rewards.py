@@ -44,7 +44,25 @@ def test_stuffing_earns_less_than_the_perfect_answer(before, times, between):
     assert worth(f"{stuffed} spongebob") < worth(f"{before} {TARGET}")
 
 
-BETWEEN = ["", " ", "-", "‑", "–", "\u00ad", "−", "\u00a0", "\u202f", "\u3000", "\u200b", "'", "’", "ʼ", "_", " - ", "\n"]
+BETWEEN = [
+    "",
+    " ",
+    "-",
+    "‑",
+    "–",
+    "\u00ad",
+    "−",
+    "\u00a0",
+    "\u202f",
+    "\u3000",
+    "\u200b",
+    "'",
+    "’",
+    "ʼ",
+    "_",
+    " - ",
+    "\n",
+]
 
 
 @pytest.mark.parametrize("inside", BETWEEN)
