@@ -96,6 +96,9 @@ DATASET ?= embedded
 reservoir-cpu: setup ## train a reservoir language model on DATASET (5 to 15 minutes on two cores)
 	$(PY) scripts/train_tinystories_reservoir.py --config cpu --device cpu --dataset $(DATASET) --resume auto
 
+stories: setup ## tell stories with the newest reservoir run; each line you type begins one
+	$(PY) scripts/tell_stories.py
+
 reservoir-tpu: setup ## a larger one on TinyStories, on all TPU chips (untested on hardware)
 	$(PY) scripts/train_tinystories_reservoir.py --config tpu --use-tpu --num-chips 0 --resume auto
 
@@ -104,6 +107,10 @@ reservoir-cuda: setup ## a larger one on TinyStories, on every GPU (untested on 
 
 athena-cpu: setup ## a recursive model learns 6×6 Sudoku (8 to 15 minutes on two cores)
 	$(PY) pretrain.py --config cpu device_type=cpu --resume auto
+
+# make solve PUZZLES=puzzles.txt reads the puzzles from a file.
+solve: setup ## solve the puzzles that you type, or those of PUZZLES, with the newest Athena run
+	$(PY) scripts/solve_puzzles.py $(if $(PUZZLES),--puzzles $(PUZZLES))
 
 data/sudoku9: | setup
 	$(PY) scripts/build_puzzle_data.py --puzzle sudoku9 --count 11000 --output-dir data/sudoku9

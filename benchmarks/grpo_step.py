@@ -36,7 +36,7 @@ from qat_lora.models.loading import EMBEDDED, load_model, load_tokenizer
 from qat_lora.models.writing import write_model
 from qat_lora.quant.linear import parameter_groups
 from qat_lora.quant.student import freeze_plain_tables
-from qat_lora.rl.grpo import GRPOPlan, PromptDataset, policy_loss, roll_out
+from qat_lora.rl.grpo import GRPOPlan, PromptDataset, policy_loss, roll_out, without_dropout
 from qat_lora.rl.objective import Objective
 from qat_lora.rl.rollout import Sampling
 from qat_lora.run.command_line import run_script
@@ -104,7 +104,7 @@ class Ours:
 
     def __call__(self) -> None:
         rollouts = roll_out(self.model, [next(self.stream)], self.judge, self.plan, self.backend)
-        self.model.train()
+        without_dropout(self.model)
         for part in rollouts.parts:
             loss, _ = policy_loss(self.model, self.reference, part, self.plan, self.backend)
             self.backend.backward(loss)

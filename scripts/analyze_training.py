@@ -68,20 +68,27 @@ def verdict(stages: dict, lines: list[dict]) -> list[str]:
     """The lines to print: what was learned, then every sign of trouble."""
     rewards = [line for line in lines if "reward" in line]
     said = [f"{name}: {shown(stage)}" for name, stage in stages.items()]
+    if not rewards and "final" in stages:
+        return [*said, learned(stages["baseline"], stages["final"]), "this run had SFT only, no GRPO"]
     if not rewards:
         return [*said, "no GRPO update yet"]
     if "final" not in stages:
         return [*said, "not finished, so no verdict yet", *signs(rewards)]
     before, after = stages.get("post_sft", stages["baseline"]), stages["final"]
+    said.append(learned(before, after))
+    gained = after["sampled"]["musclebob"]["rate"] - before["sampled"]["musclebob"]["rate"]
+    return said + outcome(stages["baseline"], after, gained, rewards) + signs(rewards)
+
+
+def learned(before: dict, after: dict) -> str:
+    """Whether the name is used more often in one validation than in another."""
     start, end = before["sampled"]["musclebob"], after["sampled"]["musclebob"]
     moved = f"{start['rate']:.1%} → {end['rate']:.1%}"
     if end["low"] > start["high"]:
-        said.append(f"learned: {moved}; the 95% intervals do not overlap")
-    elif end["high"] < start["low"]:
-        said.append(f"unlearned: {moved}; the 95% intervals do not overlap")
-    else:
-        said.append(f"not learned: {moved}; the 95% intervals overlap")
-    return said + outcome(stages["baseline"], after, end["rate"] - start["rate"], rewards) + signs(rewards)
+        return f"learned: {moved}; the 95% intervals do not overlap"
+    if end["high"] < start["low"]:
+        return f"unlearned: {moved}; the 95% intervals do not overlap"
+    return f"not learned: {moved}; the 95% intervals overlap"
 
 
 CALM = "lower --learning-rate or raise --beta"

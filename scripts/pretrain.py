@@ -122,6 +122,7 @@ if __name__ == "__main__":
     check_command_line(Config, NAME, __doc__)  # before the imports that take seconds
 
 import dataclasses
+import shlex
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -308,6 +309,7 @@ def finish(run: Run, trainer: Trainer, heldout: PuzzleRows, cost: dict) -> None:
             f"{figures['heldout_exact']:.1%} are when the model halts by itself, on average after "
             f"{figures['heldout_segments']:.1f} segments",
         ],
+        f"python scripts/solve_puzzles.py --run {shlex.quote(str(run.path))}",
         "python scripts/build_puzzle_data.py --kind sudoku9 --count 11000 --output-dir data/sudoku9",
     )
 

@@ -46,11 +46,11 @@ class Config(ChatOptions, ScriptConfig):
 if __name__ == "__main__":
     check_command_line(Config, "run_inference", __doc__)  # before the imports that take seconds
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
 from torch import nn
-from transformers import TextStreamer
 
 from qat_lora.backend import open_backend
 from qat_lora.data.chat import check_template
@@ -60,7 +60,7 @@ from qat_lora.lora.adapter import load_trained
 from qat_lora.models.generate import check_sampling
 from qat_lora.models.loading import load_model
 from qat_lora.models.packaged import notes
-from qat_lora.rl.completion import check_device, check_room, complete
+from qat_lora.rl.completion import Pieces, check_device, check_room, complete
 from qat_lora.run.console import say, typed_lines
 
 
@@ -99,8 +99,9 @@ def main(cfg: Config) -> None:
                 complete(
                     speaker.model, tokenizer, prompt, max_new_tokens=cfg.max_new_tokens, temperature=cfg.temperature,
                     top_p=cfg.top_p, thinking=thinking,
-                    streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+                    streamer=Pieces(tokenizer, functools.partial(print, end="", flush=True)),
                 )  # fmt: skip
+            print()
 
 
 def check(cfg: Config) -> None:

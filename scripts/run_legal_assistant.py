@@ -220,12 +220,10 @@ def questions(cfg: Config) -> Iterator[str]:
 
 
 def answer_in_terminal(pieces: Stream, authorities: Authorities, opened: bool) -> None:
-    text = ""
     for piece in pieces:
         print(piece, end="", flush=True)
-        text += piece
     print()
-    for name, known in verdicts(Answer.read(after_thought(text, opened), pieces.ended), authorities):
+    for name, known in verdicts(Answer.read(after_thought(pieces.text, opened), pieces.ended), authorities):
         say(verdict_line(name, known))
     if not pieces.ended:
         say(CUT_OFF)

@@ -122,7 +122,7 @@ from qat_lora.models.compiling import set_up_blocks
 from qat_lora.models.loading import check_length, empty_model, load_model
 from qat_lora.models.source import PlannedTokenizer, planned_name, speech_files
 from qat_lora.quant.student import freeze_plain_tables
-from qat_lora.rl.grpo import GRPOPlan, Judge, PromptDataset, grpo_stage, policy_loss, roll_out
+from qat_lora.rl.grpo import GRPOPlan, Judge, PromptDataset, grpo_stage, policy_loss, roll_out, without_dropout
 from qat_lora.rl.objective import Objective
 from qat_lora.rl.rollout import Sampling, check_answers
 from qat_lora.run.console import say
@@ -222,8 +222,7 @@ def reinforce(
     for update in grpo_stage(model, prompts, plan, session, evaluate):  # resumes, evaluates and saves in between
         rollouts = roll_out(model, update, judge, plan, backend)  # answers and their rewards
         update.add(loss=Share(0.0))
-        if rollouts.parts:
-            model.train()
+        without_dropout(model)
         for part in rollouts.parts:  # prompts whose answers have different rewards
             loss, metrics = policy_loss(model, reference, part, plan, backend)  # forward and loss
             backend.backward(loss)

@@ -90,6 +90,7 @@ if __name__ == "__main__":
 
 import dataclasses
 import os
+import shlex
 from pathlib import Path
 
 import torch
@@ -109,8 +110,7 @@ from qat_lora.experiments.stories.evaluation import (
     tell_stories,
     unigram_perplexity,
 )
-from qat_lora.experiments.stories.models import Shape, build, memory_of, story_memory, trained
-from qat_lora.experiments.stories.reservoir import ReservoirSpec
+from qat_lora.experiments.stories.models import build, memory_of, shape_of, story_memory, trained
 from qat_lora.experiments.stories.scan import CHUNK, LEVELS
 from qat_lora.experiments.stories.text import Blocks, Stories, load_stories, planned_stories
 from qat_lora.rl.rollout import Sampling
@@ -195,17 +195,6 @@ def resolved(cfg: Config, device: str) -> Config:
     return dataclasses.replace(cfg, device=device, global_batch_size=batch_size, learning_rate=rate)
 
 
-def shape_of(cfg: Config) -> Shape:
-    specs = []
-    for text in cfg.reservoirs.split(","):
-        kind, _, units = text.strip().partition(":")
-        if not (units.isascii() and units.isdecimal()):
-            raise UserError(f"--reservoirs {cfg.reservoirs!r}: {text!r} is not KIND:UNITS; use e.g. diagonal:256")
-        leak = cfg.leak_min, cfg.leak_max
-        specs.append(ReservoirSpec(int(units), kind, cfg.spectral_radius, cfg.density, leak, cfg.input_scaling))
-    return Shape(cfg.embedding, cfg.blocks, cfg.hidden, tuple(specs), cfg.heads, cfg.dropout, cfg.attention_window)
-
-
 def check(cfg: Config) -> None:
     """Raise UserError for options that are wrong whatever the text, before minutes are spent on tokenising it."""
     least = story_memory(1, shape_of(cfg), tokens=0, bf16=False)
@@ -272,6 +261,7 @@ def finish(
             f"held-out perplexity {figures['heldout_ppl']:.2f}, {figures['bits_per_byte']:.4f} bits per byte; "
             f"perplexity of the token frequencies alone {unigram_perplexity(stories):.2f}"
         ],
+        f"python scripts/tell_stories.py --run {shlex.quote(str(run.path))}",
         "make report" if cfg.model == "transformer" else f"{again} --model transformer",  # the baseline of this size
     )
 

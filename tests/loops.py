@@ -4,7 +4,7 @@ import functools
 import runpy
 
 from qat_lora.errors import ROOT
-from qat_lora.rl.grpo import policy_loss
+from qat_lora.rl.grpo import policy_loss, without_dropout
 from qat_lora.run.metrics import Metric, Share, Total
 from qat_lora.run.scripts import load_script
 from qat_lora.train.loop import plain_stage, tokens_of
@@ -43,7 +43,7 @@ def train_recursive(trainer, rows, session, evaluate=None) -> None:
 
 def learn(model, reference, rollouts, optimizer, plan, backend) -> dict:
     """Make one update on rollouts outside a run; returns its loss, kl and grad_norm."""
-    model.train()
+    without_dropout(model)
     found: dict[str, Metric] = {}
     for part in rollouts.parts:
         loss, metrics = policy_loss(model, reference, part, plan, backend)

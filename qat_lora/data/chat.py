@@ -18,6 +18,12 @@ KNOWN_FORMATS = (
     "text (plain)"
 )
 THOUGHT, THOUGHT_END = "<think>", "</think>"
+# How models mark a thought in an answer: the text before it and the text after it. In some tokenizers, including ones
+# with <think>, the marks are special tokens.
+THOUGHTS = {
+    THOUGHT: THOUGHT_END, "[THINK]": "[/THINK]", "<|START_THINKING|>": "<|END_THINKING|>", "<thinking>": "</thinking>",
+    "<seed:think>": "</seed:think>", "<|begin_of_thought|>": "<|end_of_thought|>", "◁think▷": "◁/think▷",
+}  # fmt: skip
 # strftime written in Jinja: a table gives the text for each format code.
 CLOCK = (
     "{% macro strftime_now(format) %}{% set said, now = SAID, namespace(text='', code='') %}{% for sign in format %}"
@@ -274,15 +280,24 @@ def _with_thought(messages: list[dict], text: str, tokenizer, enabled: bool) -> 
 def opens_thought(tokenizer, enabled: bool) -> bool:
     """Whether the chat template's generation prompt opens a thought at its end, which the answer continues."""
     prompt = render([{"role": "user", "content": "?"}], tokenizer, enabled, prompt=True)
-    return prompt.rstrip().endswith(THOUGHT)
+    return prompt.rstrip().endswith(tuple(THOUGHTS))
+
+
+def spoken(tokenizer, ids: list[int]) -> list[int]:
+    """An answer's tokens without the special ones, except those around a thought, so that the thought can be told from
+    the answer (`after_thought`)."""
+    marks = {*THOUGHTS, *THOUGHTS.values()}
+    tokens = tokenizer.added_tokens_decoder.items()
+    silent = {id for id, token in tokens if token.special and token.content not in marks}
+    return [id for id in ids if id not in silent]
 
 
 def after_thought(text: str, opened: bool) -> str:
     """The text of an answer after its thought: all of it if there is no thought, empty if the thought was cut off.
     opened: whether the prompt opened a thought (`opens_thought`)."""
-    _, end, answer = text.rpartition(THOUGHT_END)
-    unfinished = not end and (opened or text.lstrip().startswith(THOUGHT))
-    return "" if unfinished else answer.strip()
+    end = max(text.rfind(mark) + len(mark) if mark in text else 0 for mark in THOUGHTS.values())
+    unfinished = not end and (opened or text.lstrip().startswith(tuple(THOUGHTS)))
+    return "" if unfinished else text[end:].strip()
 
 
 def _check_opened(messages: list[dict], before: str, upto: str, tokenizer, enabled: bool) -> None:

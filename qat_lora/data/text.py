@@ -104,6 +104,7 @@ def _decoded(path: Path) -> Iterator[str]:
     done = 0
     try:
         with path.open("rb") as file:
+            _check_encoding(path, file.peek(4)[:4])
             while read := file.read(READ):
                 done += len(read)
                 yield decoder.decode(read)
@@ -170,6 +171,7 @@ def _last_cut(text: str, start: int) -> int:
 
 def _jsonl_rows(path: Path) -> Iterator[dict]:
     with path.open("rb") as lines:
+        _check_encoding(path, lines.peek(4)[:4])
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
@@ -183,6 +185,17 @@ def _jsonl_rows(path: Path) -> Iterator[dict]:
                     f'{path} line {number}: contains a {kind}; each line must be an object such as {{"text": "..."}}'
                 )
             yield row
+
+
+def _check_encoding(path: Path, start: bytes) -> None:
+    """Raise UserError if a text file's first four bytes are those of UTF-16 or UTF-32 text. Without a byte order mark,
+    such a text is recognised by a first character in ASCII."""
+    marks = {codecs.BOM_UTF32_LE: "UTF-32 LE", codecs.BOM_UTF32_BE: "UTF-32 BE", codecs.BOM_UTF16_LE: "UTF-16 LE",
+             codecs.BOM_UTF16_BE: "UTF-16 BE"}  # fmt: skip
+    zeros = {"0111": "UTF-32 LE", "1110": "UTF-32 BE", "0101": "UTF-16 LE", "1010": "UTF-16 BE"}
+    marked = next((name for mark, name in marks.items() if start.startswith(mark)), None)
+    if name := marked or zeros.get("".join(str(int(byte == 0)) for byte in start)):
+        raise UserError(f"{path} is encoded in {name}, not UTF-8; convert the file to UTF-8")
 
 
 def _parquet_rows(path: Path) -> Iterator[dict]:

@@ -1,18 +1,25 @@
 """Completions with HF generate, on CPU and CUDA."""
 
+import copy
+import queue
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, TextIteratorStreamer
+from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
 
 from qat_lora.backend import TorchBackend, has_static_shapes
-from qat_lora.data.chat import chat_ids
+from qat_lora.data.chat import chat_ids, spoken
 from qat_lora.errors import UserError
 from qat_lora.models.architecture import unwrap
 from qat_lora.models.generate import check_sampling, end_tokens
 from qat_lora.models.tokens import check_ids, prompt_ids
+
+BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token for a byte of a character that has no token
+CLEANED = 12  # removing a space before punctuation looks at fewer characters than this
 
 
 def complete(
@@ -26,15 +33,15 @@ def complete(
     thinking: bool | None = None,
     streamer=None,
 ) -> str:
-    """The model's completion of `prompt`, without special tokens; it stops at an end token (`end_tokens`) or after
-    `max_new_tokens`.
+    """The model's completion of `prompt`, without special tokens except those around a thought (`spoken`); it stops at
+    an end token (`end_tokens`) or after `max_new_tokens`.
 
     prompt: messages ({"role": …, "content": …}) for the chat template, or plain text to continue.
     model: a placed HF model, frozen student or PEFT model in evaluation mode. temperature 0 is greedy; above 0, samples
-    are drawn from torch's global generator, so seed the backend first. Sampling defaults that the model ships with
-    (top_k, repetition penalty) are switched off, so that models are compared under the same settings.
+    are drawn from torch's global generator, so seed the backend first. Of the generation settings that the model ships
+    with, only the end tokens apply, so that models are compared under the same settings.
     thinking: the value of the template's `enable_thinking` switch, if it has one; None leaves the default.
-    streamer: a transformers streamer that receives the prompt and each token as it is generated.
+    streamer: a `Pieces`, which shows the text as it is generated.
     Raises UserError for a template that is missing or refuses the messages, and for a prompt that
     does not fit the model's context.
     """
@@ -52,26 +59,53 @@ def complete(
         max_new_tokens=max_new_tokens, do_sample=temperature > 0, temperature=temperature or 1.0, top_p=top_p, top_k=0,
         repetition_penalty=1.0, eos_token_id=end_tokens(model, tokenizer), pad_token_id=pad,
     )  # fmt: skip
-    output = model.generate(
-        input_ids=torch.tensor([ids], device=unwrap(model).device),
-        attention_mask=torch.ones(1, used, dtype=torch.long, device=unwrap(model).device),
+    # generate() fills what a plan leaves open from the model's own settings, so it is called on a copy without any. The
+    # copy shares the weights; the model may be generating for someone else at the same time.
+    speaker = copy.copy(unwrap(model))
+    speaker.generation_config = GenerationConfig()
+    output = speaker.generate(
+        input_ids=torch.tensor([ids], device=speaker.device),
+        attention_mask=torch.ones(1, used, dtype=torch.long, device=speaker.device),
         generation_config=plan,
         streamer=streamer,
     )
-    return tokenizer.decode(output[0, used:], skip_special_tokens=True)
+    return tokenizer.decode(spoken(tokenizer, output[0, used:].tolist()))
 
 
-class _Pieces(TextIteratorStreamer):
-    """Streams text as it is generated, until the reader stops iterating."""
+class Pieces(BaseStreamer):
+    """Receives tokens from generate() and calls `show` for each with the text that has become final, often none. All
+    pieces together are the completion."""
 
-    left = False
-    last = None
+    def __init__(self, tokenizer, show: Callable[[str], None]):
+        self.tokenizer, self.show = tokenizer, show
+        self.ids: list[int] | None = None  # None until the prompt has been received
+        self.shown = 0  # characters
 
-    def put(self, value):
-        if self.left:
-            raise _Left
-        self.last = int(value.flatten()[-1])
-        super().put(value)
+    def put(self, value: torch.Tensor) -> None:
+        if self.ids is None:
+            self.ids = []
+            return
+        self.ids += value.flatten().tolist()
+        self._pass_on(_final(self.tokenizer, spoken(self.tokenizer, self.ids)))
+
+    def end(self) -> None:
+        self._pass_on(self.tokenizer.decode(spoken(self.tokenizer, self.ids)))
+
+    def _pass_on(self, text: str) -> None:
+        piece = text[self.shown :]
+        self.shown += len(piece)
+        self.show(piece)
+
+
+def _final(tokenizer, ids: list[int]) -> str:
+    """The part of the text of `ids` that no further token can change."""
+    # A run of byte tokens is decoded as a whole: one bad byte at its end turns all of it into replacement characters.
+    # An id without a token, in an embedding that is larger than the vocabulary, does not interrupt it.
+    while ids and BYTE.fullmatch(tokenizer.convert_ids_to_tokens(ids[-1]) or "<0x00>"):
+        ids = ids[:-1]
+    text = tokenizer.decode(ids).rstrip("\N{REPLACEMENT CHARACTER}")  # perhaps the start of a character
+    cleans = tokenizer.clean_up_tokenization_spaces and type(tokenizer.backend_tokenizer.model).__name__ != "BPE"
+    return text[:-CLEANED] if cleans else text
 
 
 class _Left(Exception):
@@ -81,36 +115,44 @@ class _Left(Exception):
 class Stream:
     """The output of `complete`, piece by piece as it is generated; generation stops when the reader stops iterating.
 
-    rule: the remaining arguments of `complete`. ended: whether the completion stopped at an end token rather than the
-    length limit; valid once the whole completion has been read. Iterating raises the errors of `complete`.
+    rule: the remaining arguments of `complete`. text, ended: the completion, and whether it stopped at an end token
+    rather than the length limit; valid once all pieces have been read. Iterating raises the errors of `complete`.
     """
+
+    left = False  # whether the reader has stopped iterating
 
     def __init__(self, model: nn.Module, tokenizer, prompt: str | list[dict], backend: TorchBackend, **rule):
         self.model, self.tokenizer, self.prompt, self.backend, self.rule = model, tokenizer, prompt, backend, rule
-        self.ended = False
+        self.text, self.ended = "", False
 
     def __iter__(self) -> Iterator[str]:
-        pieces, failed = _Pieces(self.tokenizer, skip_prompt=True, skip_special_tokens=True), []
+        waiting, failed = queue.Queue(), []
+
+        def show(piece: str) -> None:
+            if self.left:
+                raise _Left
+            waiting.put(piece)
 
         def work() -> None:
+            pieces = Pieces(self.tokenizer, show)
             try:
                 with self.backend.autocast():
-                    complete(self.model, self.tokenizer, self.prompt, streamer=pieces, **self.rule)
+                    self.text = complete(self.model, self.tokenizer, self.prompt, streamer=pieces, **self.rule)
+                self.ended = pieces.ids[-1] in end_tokens(self.model, self.tokenizer)
             except _Left:
                 pass
             except Exception as error:
                 failed.append(error)
-                pieces.end()
+            waiting.put(None)
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         try:
-            yield from filter(None, pieces)
+            yield from filter(None, iter(waiting.get, None))
             if failed:
                 raise failed[0]
-            self.ended = pieces.last in end_tokens(self.model, self.tokenizer)
         finally:
-            pieces.left = True
+            self.left = True
             thread.join()
 
 

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qat_lora.backend import TorchBackend
 from qat_lora.data.batches import batches
@@ -132,6 +133,19 @@ def judge_all(judge: Judge, numbers: list[int], done: Completions, backend: Torc
             figures |= {"completion_length": length, "clipped_ratio": float(not end), "entropy": entropy / length}
             verdicts[-1].append((reward, figures))
     return verdicts
+
+
+def without_dropout(model: nn.Module) -> None:
+    """Put a model into evaluation mode for an update: sampling and the reference have no dropout either, so a policy
+    that has not moved equals itself. A block that recomputes its activations does so only in training mode, so it stays
+    in it, without the dropout of its own; the modules inside it leave it."""
+    model.eval()
+    for block in model.modules():
+        if isinstance(block, GradientCheckpointingLayer) and block.gradient_checkpointing:
+            block.training = True
+            rates = [name for name, value in vars(block).items() if "drop" in name and isinstance(value, float)]
+            for name in rates:
+                setattr(block, name, 0.0)
 
 
 def policy_loss(

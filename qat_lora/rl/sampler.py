@@ -8,7 +8,7 @@ from functools import cached_property
 from torch import nn
 
 from qat_lora.backend import TorchBackend
-from qat_lora.data.chat import after_thought, chat_ids, opens_thought
+from qat_lora.data.chat import after_thought, chat_ids, opens_thought, spoken
 from qat_lora.rl.policy import Prompts
 from qat_lora.rl.rollout import Sampling, rollout
 from qat_lora.run.console import watched
@@ -44,7 +44,7 @@ class Sampler:
 
     def decode(self, tokens: list[int]) -> str:
         """The text of an answer, without its thought if there is one."""
-        return after_thought(self.tokenizer.decode(tokens, skip_special_tokens=True), self.opened)
+        return after_thought(self.tokenizer.decode(spoken(self.tokenizer, tokens)), self.opened)
 
     def generate(
         self, model: nn.Module, talks: Sequence[Sequence[dict]], samples: int, sampling: Sampling

@@ -13,7 +13,7 @@ from torch import Tensor
 from qat_lora.errors import UserError, first_line
 from qat_lora.hosts.group import ALONE, Group
 from qat_lora.run.console import say
-from qat_lora.run.files import copy_file, read_json, sha256, write_atomically, writing
+from qat_lora.run.files import check_files, copy_file, read_json, sha256, write_atomically, writing
 from qat_lora.run.hosts import shared_file
 
 FILES = ("model.safetensors", "trainer.pt")
@@ -183,3 +183,18 @@ def _check(path: Path) -> None:
             raise UserError(f"checkpoint {path}: {name} is missing")
         if not isinstance(sums, dict) or sha256(path / name) != sums.get(name):
             raise UserError(f"checkpoint {path}: {name} is damaged (checksum)")
+
+
+def read_best(run: Path, *others: str) -> dict:
+    """The content of a finished run's best.pt, on the CPU. others: further files of the run that the caller reads.
+    Raises UserError if the run has no best.pt yet, or if one of the files is missing, damaged or changed."""
+    path = run / "best.pt"
+    if not run.is_dir():
+        raise UserError(f"{run}: no such run directory; check the path")
+    if not path.exists():
+        raise UserError(f"{run} holds no best.pt: it is no run of this experiment, or has not finished; resume it")
+    check_files(run, "best.pt", *others)
+    try:
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:  # torch's reader raises errors of many kinds
+        raise UserError(f"{path} is damaged ({first_line(error)}); restore it, or train again") from error

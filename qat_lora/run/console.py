@@ -77,13 +77,14 @@ def typed_lines(what: str) -> Iterator[str]:
     yield from map(str.strip, sys.stdin)
 
 
-def summarise(made: dict[str, Any], quality: list[str], following: str) -> None:
+def summarise(made: dict[str, Any], quality: list[str], *following: str) -> None:
     """Print the closing lines of a run: the files it made ({what: path}), its quality compared with a baseline, and
-    the next command."""
+    what to run next."""
     say("\n" + "\n".join(f"made     {what}: {path}" for what, path in made.items() if path))
     for line in quality:
         say(f"quality  {line}")
-    say(f"next     {following}")
+    for command in following:
+        say(f"next     {command}")
 
 
 def compared(value: float, before: float, what: str) -> str:

@@ -4,7 +4,17 @@ import copy
 
 import pytest
 
-from qat_lora.data.chat import Document, after_thought, documents, opens_thought, render, render_chat, to_messages
+from qat_lora.data.chat import (
+    THOUGHTS,
+    Document,
+    after_thought,
+    documents,
+    opens_thought,
+    render,
+    render_chat,
+    spoken,
+    to_messages,
+)
 from qat_lora.data.text import END
 from qat_lora.errors import UserError
 
@@ -172,6 +182,19 @@ def test_other_ways_to_open_a_thought(tiny_tokenizer, opened):
     assert opens_thought(tokenizer, False) == ("</think>" not in opened)
     assert after_thought(answer, opens_thought(tokenizer, False)) == "It is 4."
     assert document.text.count("<think>") == document.text.count("</think>") == 1
+
+
+@pytest.mark.parametrize("opening, closing", THOUGHTS.items())
+@pytest.mark.parametrize("special", [False, True])
+def test_the_marks_of_a_thought_are_found_even_as_special_tokens(tiny_tokenizer, opening, closing, special):
+    tokenizer = with_template(tiny_tokenizer, OPENING.replace("<think>' + gap", f"{opening}'"))
+    tokenizer.add_tokens([opening, closing], special_tokens=special)
+    assert opens_thought(tokenizer, False)
+    for said, opened, answer in [
+        (f"{opening}Two{closing} 4<|im_end|>", False, "4"), (f"Two{closing} 4", True, "4"), (f"{opening}Two", False, "")
+    ]:  # fmt: skip
+        ids = tokenizer(said, add_special_tokens=False)["input_ids"]
+        assert after_thought(tokenizer.decode(spoken(tokenizer, ids)), opened) == answer
 
 
 @pytest.mark.parametrize("said, opened, answer", [

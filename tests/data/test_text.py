@@ -242,3 +242,15 @@ def test_a_text_without_spaces_is_cut_at_punctuation(monkeypatch):
     monkeypatch.setattr(text, "PIECE", 4)
     found = [("一二三", False), ("。四五六七八", False), ("，九", True)]
     assert list(in_pieces(["一二三。四", "五六七八，九"])) == found
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".txt"])
+@pytest.mark.parametrize("encoding, name", [
+    ("utf-16", "UTF-16 LE"), ("utf-16-be", "UTF-16 BE"), ("utf-16-le", "UTF-16 LE"), ("utf-32", "UTF-32 LE"),
+    ("utf-32-be", "UTF-32 BE"),
+])  # fmt: skip
+def test_another_encoding_is_named(tmp_path, suffix, encoding, name):
+    file = tmp_path / f"rows{suffix}"
+    file.write_bytes('{"text": "naïve “quotes” ünd 日本"}\n'.encode(encoding))
+    with pytest.raises(UserError, match=f"rows{suffix} is encoded in {name}, not UTF-8; convert the file to UTF-8"):
+        list(read_rows(str(file)))

@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers as tf
 from loops import learn, train_grpo, train_plain
 
 from qat_lora.data.packing import Rows, TextDataset
 from qat_lora.kernels.optimizer import new_optimizer
 from qat_lora.models.loading import load_model
-from qat_lora.rl.grpo import GRPOPlan, Part, PromptDataset, judge_all, roll_out
+from qat_lora.rl.grpo import GRPOPlan, Part, PromptDataset, judge_all, policy_loss, roll_out, without_dropout
 from qat_lora.rl.objective import REDUCTIONS, Objective
 from qat_lora.rl.policy import Prompts
 from qat_lora.rl.rollout import Completions, Sampling
@@ -105,6 +106,40 @@ def test_metrics_of_an_update(train):
     assert first["kl"] == pytest.approx(0, abs=1e-6) and 0 < first["entropy"] < 6.24
     assert 1 <= first["completion_length"] <= 6 and first["tokens"] == 2 * (6 + 8 * 6)
     assert last["kl"] > 1e-6
+
+
+SIZES = {"vocab_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
+DROPOUTS = {
+    "attention": tf.LlamaConfig(**SIZES, intermediate_size=64, attention_dropout=0.3),
+    "modules": tf.Phi3Config(
+        **SIZES, intermediate_size=64, attention_dropout=0.3, resid_pdrop=0.3, embd_pdrop=0.3, pad_token_id=0
+    ),
+    "block": tf.OPTConfig(**SIZES, ffn_dim=64, word_embed_proj_dim=32, dropout=0.3, attention_dropout=0.3),
+    "router": tf.MixtralConfig(
+        **SIZES, intermediate_size=64, num_key_value_heads=2, num_local_experts=4, attention_dropout=0.3,
+        router_jitter_noise=0.3,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("kind", DROPOUTS)
+def test_the_dropout_of_a_model_does_not_set_a_policy_apart_from_itself(kind, recomputed, backend, monkeypatch):
+    """Whether or not blocks recompute their activations, which transformers does only in training mode."""
+    torch.manual_seed(0)
+    model = tf.AutoModelForCausalLM.from_config(DROPOUTS[kind])
+    reference, calls = copy.deepcopy(model).eval().requires_grad_(False), []
+    if recomputed:
+        monkeypatch.setattr(backend, "checkpoint", lambda run, *args: calls.append(run) or run(*args), raising=False)
+        backend.gradient_checkpointing(model)
+    batch = {"tokens": PROMPTS.prompts.tokens, "mask": PROMPTS.prompts.mask, "number": torch.arange(len(PROMPTS))}
+    plan = make_plan(batch_size=len(PROMPTS))
+    (part,) = roll_out(model, [batch], judge, plan, backend).parts
+    without_dropout(model)
+    assert not calls
+    _, metrics = policy_loss(model, reference, part, plan, backend)
+    assert abs(float(metrics["kl"].value)) < 1e-9
+    assert bool(calls) == recomputed
 
 
 def test_tied_groups_change_nothing(new_model, make_session, backend):

@@ -1,6 +1,7 @@
 """scripts/pretrain.py on a few puzzles: files of a run, resuming after a kill, workers, buckets, bad input."""
 
 import dataclasses
+import io
 import os
 import shutil
 import subprocess
@@ -18,8 +19,9 @@ from torch._dynamo.utils import counters
 
 from qat_lora.backend import TorchBackend
 from qat_lora.errors import UserError
-from qat_lora.experiments.athena.evaluation import measure
+from qat_lora.experiments.athena.evaluation import answer, load_run, measure
 from qat_lora.experiments.athena.model import IGNORE, RecursiveModel, RecursiveSpec
+from qat_lora.experiments.athena.puzzles import as_text
 from qat_lora.experiments.athena.rows import draw, save, split
 from qat_lora.experiments.athena.training import announce
 from qat_lora.run import remote
@@ -330,3 +332,52 @@ def test_it_starts_without_transformers():
     code = "import runpy, sys; runpy.run_path(sys.argv[1]); print('transformers' in sys.modules)"
     command = [sys.executable, "-c", code, ROOT / "scripts" / "pretrain.py"]
     assert subprocess.run(command, capture_output=True, text=True).stdout == "False\n"
+
+
+# -- solving puzzles -------------------------------------------------------------------------------------------------
+SOLVE = ["solve_puzzles", "--device", "cpu", "--precision", "fp32", "--run"]
+
+
+def test_every_step_to_an_answer_is_shown(run, trained, tmp_path, capsys, monkeypatch):
+    rows = draw("sudoku4", 2, 7)
+    first, second = (as_text("sudoku4", row) for row in rows.inputs)
+    file = tmp_path / "puzzles.txt"
+    file.write_text(f"{first}\n\n{second.replace(chr(10), '').replace('.', '0')}\n")
+    run(*SOLVE, trained, "--puzzles", file)
+    said = capsys.readouterr().out
+    assert said.count("segment 1: ") == 2 and said.count("after ") == 2 and first in said and second in said
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{first}\n{second}\n"))
+    run(*SOLVE, trained)
+    assert capsys.readouterr().out == said
+    model, kind, segments = load_run(trained)
+    batch = rows.batch(np.arange(2))
+    found, _ = answer(model, batch, segments, TorchBackend("cpu", "fp32"))
+    assert kind == "sudoku4" and segments == 3
+    for used, tokens in zip(found.segments.tolist(), found.early.numpy()):
+        assert f"after {used} segment" in said
+        assert as_text("sudoku4", tokens) in said
+
+
+def test_a_folder_is_evaluated_as_in_the_run(run, trained, tmp_path, capsys):
+    sides = split(draw("sudoku4", 60, 0), 0.2, 0)
+    save(tmp_path / "data", *sides)
+    run(*SOLVE, trained, "--evaluate", tmp_path / "data")
+    said = capsys.readouterr().out
+    assert f"full   {summary(trained)['heldout_exact_full']:.1%} of the rows" in said
+    assert f"{summary(trained)['heldout_cells_full']:.1%} of the cells right after 3 segments" in said
+
+
+def test_puzzles_that_cannot_be_solved_are_refused(refusal, trained, tmp_path):
+    file, other = tmp_path / "p.txt", tmp_path / "maze"
+    save(other, *split(draw("maze5", 4, 0), 0.5, 0))
+    for text, part in [
+        ("1234\n12", "line 2 has 2 cells; a sudoku4 has 4 in a line, or 16 in one"),
+        ("12x4", "line 1: 'x' is in no sudoku4"), ("1234\n", "from line 1 on has 4 of 16 cells"),
+    ]:  # fmt: skip
+        file.write_text(text)
+        assert part in refusal(*SOLVE, trained, "--puzzles", file)
+    assert "cannot be read" in refusal(*SOLVE, trained, "--puzzles", tmp_path / "none")
+    assert "tokens per row is 25 there and 16 in the run" in refusal(*SOLVE, trained, "--evaluate", other)
+    assert "no such folder" in refusal(*SOLVE, trained, "--evaluate", tmp_path / "none")
+    assert "exclude each other" in refusal(*SOLVE, trained, "--evaluate", other, "--puzzles", file)
+    assert "no such run directory" in refusal(*SOLVE, tmp_path / "none")

@@ -13,8 +13,7 @@ from qat_lora.errors import UserError
 from qat_lora.lora.adapter import load_adapter
 from qat_lora.models.loading import load_model, load_tokenizer
 from qat_lora.quant.student import load_student
-from qat_lora.rl import completion
-from qat_lora.rl.completion import Stream, complete
+from qat_lora.rl.completion import Pieces, Stream, complete
 
 PROMPT = "The assignment statement"
 NEW = 12
@@ -132,6 +131,88 @@ def test_sampling_follows_seed_temperature_and_top_p_and_ignores_the_defaults_of
     assert (say(1), say(1, temperature=1.0)) == plain
 
 
+SHIPPED = {
+    "no_repeat_ngram_size": 1, "encoder_no_repeat_ngram_size": 1, "sequence_bias": [[[5], 100.0]], "max_time": 1e-9,
+    "num_beams": 3, "num_return_sequences": 2, "stop_strings": ["e", " "], "typical_p": 0.01, "min_p": 0.99,
+    "forced_bos_token_id": 7, "forced_eos_token_id": 2, "suppress_tokens": [*range(3, 200)], "bad_words_ids": [[9]],
+    "begin_suppress_tokens": [*range(3, 400)], "min_new_tokens": 30, "exponential_decay_length_penalty": [1, 9.0],
+    "epsilon_cutoff": 0.9, "eta_cutoff": 0.9, "guidance_scale": 3.0, "diversity_penalty": 1.0, "num_beam_groups": 3,
+    "renormalize_logits": True, "penalty_alpha": 0.9, "prompt_lookup_num_tokens": 3, "watermarking_config": {},
+    "constraints": [1], "force_words_ids": [[5]], "use_cache": False, "return_dict_in_generate": True,
+    "output_scores": True, "cache_implementation": "static",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_settings_that_a_model_ships_with_decide_nothing(model, tokenizer, name):
+    def say(temperature: float) -> str:
+        torch.manual_seed(1)
+        pieces = []
+        text = complete(model, tokenizer, user(PROMPT), max_new_tokens=NEW, temperature=temperature,
+                        streamer=Pieces(tokenizer, pieces.append))  # fmt: skip
+        assert "".join(pieces) == text
+        return text
+
+    plain = say(0), say(1.0)
+    model.generation_config.update(**{name: SHIPPED[name]}, do_sample=True)
+    setattr(model.generation_config, name, SHIPPED[name])  # also settings that this version of transformers has dropped
+    assert (say(0), say(1.0)) == plain
+    assert getattr(model.generation_config, name) == SHIPPED[name]
+
+
+# -- streaming -------------------------------------------------------------------------------------------------------
+SAYS = "Hello, world!\nIt 's 3 . n't\n\n  «ça» สวัสดีครับ ขอบคุณ 日本語のテキスト 🏳️‍🌈 é́ 'm"
+
+
+def tokenizers():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = sorted({*SAYS, *SAYS.replace(" ", " ▁").split(" "), "▁"} - {" "})
+    table = {token: i for i, token in enumerate([*words, *(f"<0x{byte:02X}>" for byte in range(256))])}
+    space = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    meta = Tokenizer(models.Unigram([(token, -1.0) for token in table], 0, byte_fallback=True))
+    meta.pre_tokenizer, meta.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    fallback = Tokenizer(models.BPE(table, [], byte_fallback=True, unk_token="▁"))
+    fallback.decoder = space
+    pieces = Tokenizer(models.WordPiece({"[UNK]": 0, **{w: i for i, w in enumerate(words, 1)}}, unk_token="[UNK]"))
+    pieces.pre_tokenizer, pieces.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece(cleanup=False)
+    cleaned = {"clean_up_tokenization_spaces": True}
+    for inner, facts in ((meta, {}), (meta, cleaned), (fallback, {}), (pieces, cleaned)):
+        made = PreTrainedTokenizerFast(tokenizer_object=inner, **facts)
+        made.add_special_tokens({"additional_special_tokens": ["<|x|>"]})
+        yield made
+
+
+@pytest.mark.parametrize("kind", range(5))
+def test_streamed_pieces_are_the_decoded_text_for_any_tokenizer(kind, tiny_tokenizer):
+    tokenizer = [*tokenizers(), tiny_tokenizer][kind]
+    special = tokenizer.convert_tokens_to_ids(["<|x|>", "<|im_start|>"][kind == 4])
+    random = torch.Generator().manual_seed(0)
+    drawn = torch.randint(len(tokenizer) + 3, (200, 40), generator=random).tolist()  # with ids beyond the vocabulary
+    said = tokenizer(SAYS, add_special_tokens=False)["input_ids"]
+    for ids in [said, [*said[:5], special, *said[5:]], *drawn]:
+        pieces: list[str] = []
+        stream = Pieces(tokenizer, pieces.append)
+        stream.put(torch.tensor([[1, 2]]))
+        for number in ids:
+            stream.put(torch.tensor([number]))
+        stream.end()
+        assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_text_without_spaces_is_shown_as_soon_as_a_character_is_complete(tiny_tokenizer):
+    shown: list[str] = []
+    stream = Pieces(tiny_tokenizer, shown.append)
+    stream.put(torch.tensor([[1]]))
+    text = "สวัสดีครับ日本語のテキスト"
+    for number in tiny_tokenizer(text, add_special_tokens=False)["input_ids"]:
+        stream.put(torch.tensor([number]))
+    assert "".join(shown) == text and all(len(piece) <= 1 for piece in shown)
+
+
 @pytest.mark.parametrize(
     "options, words",
     [
@@ -168,8 +249,8 @@ def test_generation_stops_when_the_stream_is_no_longer_read(model, tokenizer, ba
         assert len(calls) < 50 or left.wait(PATIENCE)
         return forward(*args, **kwargs)
 
-    noticed = property(lambda pieces: left.is_set(), lambda pieces, value: left.set())
-    monkeypatch.setattr(completion._Pieces, "left", noticed)
+    noticed = property(lambda stream: left.is_set(), lambda stream, value: left.set())
+    monkeypatch.setattr(Stream, "left", noticed)
     monkeypatch.setattr(model, "forward", patient)
     pieces = iter(Stream(model, tokenizer, PROMPT, backend, max_new_tokens=100))
     assert next(pieces)

@@ -244,3 +244,10 @@ HEALTHY = {"baseline": made_up(0.0), "post_sft": made_up(0.4), "final": made_up(
 def test_verdicts(load_script, stages, ends, wanted):
     said = load_script("analyze_training").verdict(stages, updates_with(**ends))[len(stages) :]
     assert len(said) == len(wanted) and all(line.startswith(part) for line, part in zip(said, wanted)), said
+
+
+def test_the_verdict_of_a_finished_run_without_grpo(load_script):
+    said = load_script("analyze_training").verdict(HEALTHY, [{"stage": "sft", "loss": 1.0}])[len(HEALTHY) :]
+    assert said[0].startswith("learned: 0.0% → 70.0%") and said[1:] == ["this run had SFT only, no GRPO"]
+    unfinished = {name: HEALTHY[name] for name in ("baseline", "post_sft")}
+    assert load_script("analyze_training").verdict(unfinished, [])[-1] == "no GRPO update yet"

@@ -1,5 +1,6 @@
 """The script of the reservoir LM on a small text: files of a run, resuming after a kill, workers, fallbacks."""
 
+import io
 import json
 import shutil
 from unittest.mock import Mock
@@ -179,3 +180,43 @@ def test_bad_input_is_refused(train, load_script, tmp_path, monkeypatch, flags, 
         train("--output-dir", tmp_path / "run", *flags.split())
     assert part in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
+
+
+# -- telling stories -------------------------------------------------------------------------------------------------
+def test_stories_are_told_from_a_run(run, trained, capsys, monkeypatch):
+    flags = ["tell_stories", "--run", trained, "--device", "cpu", "--precision", "fp32", "--length", 20]
+    run(*flags, "--prompt", "Tom had", "--seed", 1)
+    told = capsys.readouterr().out.split("\n", 1)[1]
+    assert told.startswith("Tom had") and len(told) > len("Tom had\n\n")
+    run(*flags, "--prompt", "Tom had", "--seed", 1)
+    assert capsys.readouterr().out.split("\n", 1)[1] == told
+    monkeypatch.setattr("sys.stdin", io.StringIO("Tom had\n\nqué\n"))
+    run(*flags, "--temperature", 0)
+    first, second, *_ = capsys.readouterr().out.split("\n", 1)[1].split("\n\n")
+    assert first.startswith("Tom had") and second
+
+
+def test_a_text_is_measured_as_the_run_measures_its_own(run, trained, text, tmp_path, capsys):
+    rows = [json.loads(line)["text"] for line in text.read_text().splitlines()]
+    heldout = tmp_path / "heldout.txt"
+    heldout.write_text("<|endoftext|>".join(rows[-6:]))
+    run("tell_stories", "--run", trained, "--device", "cpu", "--precision", "fp32", "--measure", heldout)
+    said = capsys.readouterr().out
+    assert f"bits   {summary(trained)['bits_per_byte']:.4f} bits per byte" in said
+
+
+def test_stories_cannot_be_told_from_bad_input(refusal, trained, tmp_path):
+    flags = ["tell_stories", "--device", "cpu", "--run"]
+    (tmp_path / "odd.txt").write_text("Tom ∞")
+    (tmp_path / "empty.txt").write_text(" ")
+    assert "no such run directory" in refusal(*flags, tmp_path / "none")
+    assert "holds no best.pt" in refusal(*flags, tmp_path)
+    copy = shutil.copytree(trained, tmp_path / "copy")
+    (copy / "best.pt").write_bytes(b"x")
+    assert "best.pt has changed" in refusal(*flags, copy)
+    for more, part in [
+        (["--prompt", "∞"], "no token for '∞'"), (["--measure", tmp_path / "odd.txt"], "no token for '∞'"),
+        (["--measure", tmp_path / "empty.txt"], "holds no text"), (["--measure", "a", "--prompt", "b"], "leave one of"),
+        (["--measure", tmp_path / "none.txt"], "no such file"), (["--temperature", "-1"], "temperature -1.0"),
+    ]:  # fmt: skip
+        assert part in refusal(*flags, trained, *more)

@@ -1,15 +1,29 @@
 """A recursive model's answers and their accuracy."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from qat_lora.backend import TorchBackend
-from qat_lora.experiments.athena.model import IGNORE, RecursiveModel, fresh, halting, refill, stablemax_loss
+from qat_lora.errors import UserError, first_line
+from qat_lora.experiments.athena.model import (
+    IGNORE,
+    RecursiveModel,
+    RecursiveSpec,
+    fresh,
+    halting,
+    refill,
+    stablemax_loss,
+)
 from qat_lora.experiments.athena.rows import PuzzleRows
+from qat_lora.run.checkpoint import read_best
 from qat_lora.run.console import watched
+from qat_lora.run.resuming import read_config
 
 
 @dataclass(frozen=True)
@@ -22,25 +36,42 @@ class Answers:
     segments: Tensor
 
 
+class Step(NamedTuple):
+    """What a model says after a segment: logits [B, L, V], which rows [B] had halted before it, and how many segments
+    [B] each row has run without those after it halted."""
+
+    logits: Tensor
+    halted: Tensor
+    segments: Tensor
+
+
+@torch.no_grad()
+def steps(model: RecursiveModel, batch: dict[str, Tensor], segments: int, backend: TorchBackend) -> Iterator[Step]:
+    """Run all `segments` on one batch on the device, one after the other."""
+    rows = refill(fresh(model, len(batch["inputs"])), batch, model)
+    z_H, z_L, picked = rows.z_H, rows.z_L, model.identity.index_select(0, batch["identifiers"])
+    used, done = rows.segments, torch.zeros_like(rows.halted)
+    backend.step_boundary()
+    for _ in range(segments):
+        with backend.autocast():
+            z_H, z_L, logits, halt = model(z_H, z_L, batch["inputs"], picked)
+        used = used + (~done).long()
+        yield Step(logits, done, used)
+        done = done | halting(halt, used, batch["budgets"], segments)
+        backend.step_boundary()
+
+
 @torch.no_grad()
 def answer(
     model: RecursiveModel, batch: dict[str, Tensor], segments: int, backend: TorchBackend
 ) -> tuple[Answers, Tensor]:
     """Answer one batch on the device; returns the answers and the stablemax loss [B, L] of the last segment. Every row
     runs all `segments`, and a mask records its answer when it first halts, so one pass gives both answers."""
-    rows = refill(fresh(model, len(batch["inputs"])), batch, model)
-    z_H, z_L, picked = rows.z_H, rows.z_L, model.identity.index_select(0, batch["identifiers"])
-    early, used, done = torch.zeros_like(batch["inputs"]), rows.segments, torch.zeros_like(rows.halted)
-    backend.step_boundary()
-    for _ in range(segments):
-        with backend.autocast():
-            z_H, z_L, logits, halt = model(z_H, z_L, batch["inputs"], picked)
-        full = logits.argmax(-1)
-        early = torch.where(done[:, None], early, full)
-        used = used + (~done).long()
-        done = done | halting(halt, used, batch["budgets"], segments)
-        backend.step_boundary()
-    return Answers(early, full, used), stablemax_loss(logits, batch["labels"])
+    early = torch.zeros_like(batch["inputs"])
+    for step in steps(model, batch, segments, backend):
+        full = step.logits.argmax(-1)
+        early = torch.where(step.halted[:, None], early, full)
+    return Answers(early, full, step.segments), stablemax_loss(step.logits, batch["labels"])
 
 
 @torch.no_grad()
@@ -78,6 +109,18 @@ def measure(
         "heldout_exact_full": full / count, "heldout_cells_full": full_cells / cells,
         "heldout_loss": loss / cells, "heldout_segments": used / count, "heldout_rows": int(count),
     }  # fmt: skip
+
+
+def load_run(run: Path) -> tuple[RecursiveModel, str | None, int]:
+    """The best model of a finished run, its kind of puzzle, and its maximum of segments. Raises UserError if a file is
+    missing, damaged, or of another experiment."""
+    best, settings = read_best(run, "config.yaml"), read_config(run)
+    try:
+        model = RecursiveModel(RecursiveSpec(**best["spec"]))
+        model.load_state_dict(best["state"])
+        return model.eval(), best["kind"], settings["halt_max_segments"]
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise UserError(f"{run} is not a run of pretrain.py ({first_line(error)}); give one with --run") from error
 
 
 def kept(model: RecursiveModel, backend: TorchBackend) -> dict[str, Tensor]:

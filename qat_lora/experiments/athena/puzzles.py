@@ -8,6 +8,7 @@ import functools
 import itertools
 import math
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,60 @@ def as_text(kind: str, tokens: np.ndarray) -> str:
     """A row of tokens [L] as lines of characters; "." is a blank, "?" padding."""
     signs = "?." + "123456789" if kind in BOXES else MAZE
     return "\n".join("".join(signs[token] for token in line) for line in np.reshape(tokens, (side(kind), -1)))
+
+
+def read_puzzles(kind: str, lines: Iterable[str]) -> Iterator[np.ndarray]:
+    """Puzzles [L], each as soon as its last line has been read, from lines of text: the form of `as_text`, a grid or
+    all of it in one line. Blank lines separate nothing. In a Sudoku "0" is a blank, too, and spaces and frames (| + -)
+    are ignored; in a maze "." is a floor, too. Raises UserError that names the line and what is wrong in it."""
+    n, cells, first = side(kind), [], 1
+    if kind in BOXES:
+        codes = {".": BLANK, "0": BLANK} | {str(digit): digit + 1 for digit in range(1, n + 1)}
+    else:
+        codes = {"#": WALL, " ": FLOOR, ".": FLOOR, "S": START, "G": GOAL}
+    for number, line in enumerate(lines, 1):
+        line = re.sub(r"[\s|+-]", "", line) if kind in BOXES else line.rstrip("\r\n")
+        if not line.strip() and len(line) != n:
+            continue
+        odd = next((sign for sign in line if sign not in codes), None)
+        if odd is not None:
+            raise UserError(f"line {number}: {odd!r} is in no {kind}; use {' '.join(map(repr, codes))}")
+        if len(line) != n and (cells or len(line) != n * n):
+            raise UserError(f"line {number} has {len(line)} cells; a {kind} has {n} in a line, or {n * n} in one")
+        first = first if cells else number
+        cells += [codes[sign] for sign in line]
+        if len(cells) == n * n:
+            grid, inner = np.reshape(cells, (n, n)), np.s_[1:-1, 1:-1]
+            if kind not in BOXES and not cells.count(START) == cells.count(GOAL) == (grid[inner] == START).sum() == 1:
+                raise UserError(f"the maze from line {first} on needs one S and one G inside it; correct it")
+            if kind not in BOXES and (grid != WALL).sum() != (grid[inner] != WALL).sum():
+                raise UserError(f"the maze from line {first} on needs walls (#) all around; correct it")
+            yield grid.ravel()
+            cells = []
+    if cells:
+        raise UserError(f"the {kind} from line {first} on has {len(cells)} of {n * n} cells; add its other lines")
+
+
+def verdict(kind: str, question: np.ndarray, found: np.ndarray) -> str:
+    """Whether an answer [L] to a puzzle [L] is right, in words."""
+    if kind in BOXES:
+        right, _ = solve(question)
+        if not len(right):
+            return "the puzzle has no answer: its digits contradict each other"
+        if len(right) > 1:
+            kept = (found == question)[question != BLANK].all()
+            return f"{'right' if kept and len(solve(found)[0]) else 'wrong'}; the puzzle has several answers"
+        wrong = int((found != right[0]).sum())
+    else:
+        n, wanted = side(kind), question.copy()
+        start, goal = (int(np.flatnonzero(question == token)[0]) for token in (START, GOAL))
+        try:
+            way = _way(question, n, start, goal)
+        except IndexError:  # all that S reaches has been visited
+            return "the puzzle has no answer: walls part S from G"
+        wanted[[cell for cell in way if cell not in (start, goal)]] = PATH
+        wrong = int((found != wanted).sum())
+    return f"wrong in {wrong} of {len(found)} cells" if wrong else "right"
 
 
 # -- solving ---------------------------------------------------------------------------------------------------------

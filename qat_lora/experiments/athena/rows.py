@@ -7,6 +7,7 @@ dataset.json and arrays.
 import dataclasses
 import hashlib
 import json
+import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ TEXT_VOCAB = BYTE + 256
 LONGEST = 2**20
 SIDES = ("train", "test")
 AGAIN = "; copy the folder again, or rebuild it"
+PIECE = 2**24  # bytes of a mapped array to read at a time
 COUNTS = {"seq_len": 1, "vocab_size": 2, "num_puzzle_identifiers": 1}  # minimum values in dataset.json
 
 
@@ -36,11 +38,11 @@ COUNTS = {"seq_len": 1, "vocab_size": 2, "num_puzzle_identifiers": 1}  # minimum
 class PuzzleRows:
     """N rows of L tokens. inputs, labels [N, L], where a label is IGNORE if no answer is expected; identifiers [N], the
     number of each row's puzzle embedding; budgets [N], the maximum segments per row, 0: the run's setting; difficulty
-    [N].
+    [N]. inputs and labels may be mapped from files, in the files' type; a batch always has IGNORE.
 
     kind: a kind from `puzzles`; batches may apply its symmetries. causal: a label is the next token. puzzle, group [N]:
     the number of each row's puzzle and of its group (see Groups); None: each row is its own group. unlabelled: how many
-    rows without labels `load` left out.
+    rows without labels `load` left out. ignored: a label that stands for IGNORE.
     """
 
     inputs: np.ndarray
@@ -55,6 +57,7 @@ class PuzzleRows:
     puzzle: np.ndarray | None = None
     group: np.ndarray | None = None
     unlabelled: int = 0
+    ignored: int = IGNORE
 
     @property
     def length(self) -> int:
@@ -70,7 +73,9 @@ class PuzzleRows:
         digest = hashlib.sha256(f"{self.inputs.shape} {self.vocab} {self.kind} {self.causal}".encode())
         grouping = () if self.group is None else (self.puzzle, self.group)
         for values in (self.inputs, self.labels, self.identifiers, self.budgets, *grouping):
-            digest.update(values.astype("<i4").tobytes())
+            for piece in _pieces(values):
+                piece = self._with_ignore(piece) if values is self.labels else piece
+                digest.update(piece.astype("<i4").tobytes())
         return digest.hexdigest()
 
     def __len__(self) -> int:
@@ -78,15 +83,20 @@ class PuzzleRows:
 
     def batch(self, indices: np.ndarray, rng: np.random.Generator | None = None) -> dict[str, Tensor]:
         """inputs, labels [B, L], identifiers, budgets [B], int64; with `rng`, each puzzle gets a random symmetry."""
-        rows = {name: getattr(self, name)[indices] for name in ROWS}
+        rows = {name: getattr(self, name)[indices].astype(np.int32) for name in ROWS}
+        rows["labels"] = self._with_ignore(rows["labels"])
         if rng is not None and self.kind:
             rows["inputs"], rows["labels"] = symmetries.variant(self.kind, rows["inputs"], rows["labels"], rng)
         return {name: torch.from_numpy(values.astype(np.int64)) for name, values in rows.items()}
 
+    def _with_ignore(self, labels: np.ndarray) -> np.ndarray:
+        labels = labels.astype(np.int32)
+        return np.where(labels == self.ignored, np.int32(IGNORE), labels)
+
     def take(self, indices: np.ndarray) -> "PuzzleRows":
         """The rows with these numbers; they keep their puzzle and group numbers."""
         names = ARRAYS if self.group is None else (*ARRAYS, "puzzle", "group")
-        return dataclasses.replace(self, **{name: getattr(self, name)[indices] for name in names})
+        return dataclasses.replace(self, **{name: _taken(getattr(self, name), indices) for name in names})
 
     def first(self, count: int) -> "PuzzleRows":
         return self.take(np.arange(min(count, len(self))))
@@ -107,6 +117,32 @@ class PuzzleRows:
 
 
 ARRAYS = (*ROWS, "difficulty")
+
+
+def _pieces(values: np.ndarray) -> Iterator[np.ndarray]:
+    """An array's rows in order, about PIECE bytes at a time."""
+    step = _step(values)
+    for first in range(0, len(values), step):
+        yield values[first : first + step]
+        _let_go(values)
+
+
+def _taken(values: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    taken, step = np.empty((len(indices), *values.shape[1:]), values.dtype), _step(values)
+    for first in range(0, len(indices), step):
+        taken[first : first + step] = values[indices[first : first + step]]
+        _let_go(values)
+    return taken
+
+
+def _step(values: np.ndarray) -> int:
+    return max(1, PIECE * len(values) // max(1, values.nbytes))
+
+
+def _let_go(values: np.ndarray) -> None:
+    """Take what has been read of a mapped file out of this process's memory; the next access maps it again."""
+    if isinstance(values, np.memmap):
+        values._mmap.madvise(mmap.MADV_DONTNEED)
 
 
 def _rows(inputs: np.ndarray, labels: np.ndarray, difficulty=0, budgets=0, **facts) -> PuzzleRows:
@@ -162,7 +198,7 @@ def split(rows: PuzzleRows, fraction: float, seed: int) -> tuple[PuzzleRows, Puz
     elif rows.kind:
         keys = symmetries.form(rows.kind, rows.inputs)
     else:
-        asked = rows.labels != IGNORE
+        asked = rows.labels != rows.ignored
         before = asked.cumsum(1) == asked  # up to and including the first label; in causal rows the prompt
         given = np.where(before, rows.inputs, PAD) if rows.causal else rows.inputs
         keys = [row.tobytes() for row in given]
@@ -260,7 +296,7 @@ def _save(side: Path, rows: PuzzleRows) -> None:
     }  # fmt: skip
     (side / "dataset.json").write_text(json.dumps(facts, indent=2) + "\n")
     arrays = {
-        "inputs": rows.inputs, "labels": np.where(rows.labels == IGNORE, PAD, rows.labels),
+        "inputs": rows.inputs, "labels": np.where(rows.labels == rows.ignored, PAD, rows.labels),
         "puzzle_identifiers": rows.identifiers[groups.starts[:-1]], "puzzle_indices": groups.starts,
         "group_indices": groups.firsts, "budgets": rows.budgets, "difficulty": rows.difficulty,
     }  # fmt: skip
@@ -273,9 +309,12 @@ def _save(side: Path, rows: PuzzleRows) -> None:
 
 
 def load(path: str) -> tuple[PuzzleRows, PuzzleRows]:
-    """Training and held-out rows from a folder or URL. Raises UserError naming the file that is missing or does not
-    match dataset.json, and if the two sides do not match."""
+    """Training and held-out rows from a folder or URL; inputs and labels stay in their files, mapped into memory, which
+    all workers of a host share. Raises UserError naming the file that is missing or does not match dataset.json, if
+    the two sides do not match, and if the arrays do not fit in this machine's memory."""
     with urls.local_folder(path) as folder:
+        size = sum(file.stat().st_size for side in SIDES for file in (folder / side).glob("all__*.npy"))
+        check_memory(size, f"{path} (the arrays in its train/ and test/)", "the number of examples in it")
         train, heldout = (_load(folder / side, f"{path.rstrip('/')}/{side}") for side in SIDES)
     for name in ("length", "vocab", "identifiers_count", "kind", "causal"):
         if getattr(train, name) != getattr(heldout, name):
@@ -323,13 +362,17 @@ def _load(folder: Path, shown: str) -> PuzzleRows:
     facts = _facts(folder, shown)
     vocab, kind, ignored = facts["vocab_size"], facts.get("kind"), facts.get("ignore_label_id")
 
-    def array(name: str, below: int, *shape: int | None) -> np.ndarray:
+    def mapped(name: str, below: int, *shape: int | None) -> np.ndarray:
         return _array(folder / f"all__{name}.npy", f"{shown}/all__{name}.npy", below, shape)
 
-    inputs = array("inputs", vocab, None, facts["seq_len"])
-    labels = array("labels", vocab, *inputs.shape)
-    asked = labels != (-1 if ignored is None else ignored)
-    if not (asked.all() if kind else asked.any()):
+    def array(name: str, below: int, *shape: int | None) -> np.ndarray:
+        return np.array(mapped(name, below, *shape), np.int32)
+
+    inputs = mapped("inputs", vocab, None, facts["seq_len"])
+    labels = mapped("labels", vocab, *inputs.shape)
+    ignored = -1 if ignored is None else ignored  # no label is −1
+    asked = np.concatenate([(piece != ignored).sum(1) for piece in _pieces(labels)])
+    if not ((asked == labels.shape[1]).all() if kind else asked.any()):
         what = f"cells without a label, but a {kind} needs one in each" if kind else "no label at all"
         raise UserError(f"{shown}/all__labels.npy holds {what}{AGAIN}")
     named = array("puzzle_identifiers", facts["num_puzzle_identifiers"], None)
@@ -340,14 +383,16 @@ def _load(folder: Path, shown: str) -> PuzzleRows:
     if firsts[0] != 0 or firsts[-1] != len(named) or (np.diff(firsts) < 1).any():
         raise UserError(f"{shown}/all__group_indices.npy does not rise from 0 to the puzzle count {len(named)}{AGAIN}")
     puzzle = np.repeat(np.arange(len(named), dtype=np.int32), np.diff(starts))
-    extra = {name: np.zeros(len(inputs), np.int32) for name in ("budgets", "difficulty")}  # TRM's own folders lack them
+    extra = {
+        name: np.broadcast_to(np.int32(0), len(inputs)) for name in ("budgets", "difficulty")
+    }  # TRM's own folders lack them
     extra |= {name: array(name, ANY, len(inputs)) for name in extra if (folder / f"all__{name}.npy").exists()}
     rows = PuzzleRows(
-        inputs, np.where(asked, labels, IGNORE).astype(np.int32), named[puzzle], **extra, vocab=vocab,
+        inputs, labels, named[puzzle], **extra, vocab=vocab, ignored=ignored,
         identifiers_count=facts["num_puzzle_identifiers"], kind=kind, causal=facts.get("causal") is True,
         puzzle=puzzle, group=np.repeat(np.arange(len(firsts) - 1, dtype=np.int32), np.diff(firsts))[puzzle],
     )  # fmt: skip
-    labelled = asked.any(1)
+    labelled = asked > 0
     kept = rows if labelled.all() else rows.take(np.flatnonzero(labelled))
     # without groups if every remaining row is its own
     alone = {"puzzle": None, "group": None} if len(np.unique(kept.group)) == len(kept) else {}
@@ -355,13 +400,14 @@ def _load(folder: Path, shown: str) -> PuzzleRows:
 
 
 def _array(path: Path, shown: str, below: int, shape: tuple) -> np.ndarray:
-    """Read whole numbers from 0 to `below` − 1 of shape `shape` (None: any size), as int32."""
+    """Map a file of whole numbers from 0 to `below` − 1 of shape `shape` (None: any size) into memory."""
     try:
-        values = np.load(path, allow_pickle=False)
+        values = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
         raise UserError(f"{shown}: no such file{AGAIN}") from None
     except Exception as error:  # NumPy parses the header as Python and may raise any error
-        reason = "it holds Python objects, which were not loaded" if "pickle" in str(error) else first_line(error)
+        objects = "pickle" in str(error) or "Python objects" in str(error)
+        reason = "it holds Python objects, which were not loaded" if objects else first_line(error)
         raise UserError(f"{shown} is not a readable NumPy array ({reason}){AGAIN}") from error
     if not isinstance(values, np.ndarray):
         raise UserError(f"{shown} is an archive of arrays (.npz), not one array{AGAIN}")
@@ -374,8 +420,8 @@ def _array(path: Path, shown: str, below: int, shape: tuple) -> np.ndarray:
         )
     if not values.size:
         raise UserError(f"{shown} is empty{AGAIN}")
-    if values.min() < 0 or values.max() >= below:
-        raise UserError(
-            f"{shown} holds values from {values.min()} to {values.max()}; they must be from 0 to {below - 1}{AGAIN}"
-        )
-    return values.astype(np.int32)
+    ends = [(piece.min(), piece.max()) for piece in _pieces(values)]
+    least, most = min(low for low, _ in ends), max(high for _, high in ends)
+    if least < 0 or most >= below:
+        raise UserError(f"{shown} holds values from {least} to {most}; they must be from 0 to {below - 1}{AGAIN}")
+    return values

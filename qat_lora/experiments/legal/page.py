@@ -75,7 +75,7 @@ def page(ask: Callable[[str], Stream], authorities: Authorities, about: str, ope
             for piece in pieces:
                 text += piece
                 yield show(Answer.read(after_thought(text, opened), False), authorities, whole=False)
-            yield show(Answer.read(after_thought(text, opened), pieces.ended), authorities, whole=True)
+            yield show(Answer.read(after_thought(pieces.text, opened), pieces.ended), authorities, whole=True)
         except UserError as error:
             yield f'<div class="law"><p class="unknown">{escape(str(error))}</p></div>'
 

@@ -8,6 +8,8 @@ saying it once, and an answer that is cut off earns less than the same answer wi
 import itertools
 import re
 
+from qat_lora.data.appearance import folded
+
 FIRST, LAST = "musclebob", "buffpants"
 WRONG = ("spongebob", "squarepants")
 ENOUGH = 2  # how often an answer may say the name without a penalty
@@ -15,10 +17,16 @@ ENOUGH = 2  # how often an answer may say the name without a penalty
 NOTHING, HALF, MISTAKE, TOO_OFTEN, CUT_OFF, MISPLACED = -0.8, 0.4, -0.4, -0.3, -0.2, -0.6
 
 
+JOIN = r"[\s'_-]*"  # what may stand between the parts of a name
+NAME = re.compile(rf"(sponge|square|muscle|buff){JOIN}(bob|pants)")
+NAMES = re.compile(rf"(?<![^\W_])(?:{NAME.pattern}{JOIN})+(?![^\W_])")  # one or more names and nothing else
+
+
 def words(text: str) -> list[str]:
-    """The words of a text in lower case. "Sponge Bob" and "sponge-bob" count as "spongebob"; other names likewise."""
-    joined = re.sub(r"\b(sponge|square|muscle|buff)[\s-]+(bob|pants)\b", r"\1\2", text.lower())
-    return re.findall(r"[^\W_]+", joined)
+    """The words of a text in lower case. "Sponge Bob" and "sponge‑bob", with any kind of space, hyphen or apostrophe,
+    count as "spongebob", and "SpongebobSquarepants" as two words; other names likewise."""
+    apart = NAMES.sub(lambda run: NAME.sub(r" \1\2 ", run[0]), folded(text))
+    return re.findall(r"[^\W_]+", apart)
 
 
 def mentions(text: str) -> int:

@@ -1,14 +1,21 @@
 """Builds the reservoir language model, and baselines with about as many trained parameters."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from torch import nn
 
-from qat_lora.errors import UserError
+from qat_lora.errors import UserError, first_line
 from qat_lora.experiments.stories.baselines import MinGRUBlock, SmallLM, TransformerBlock, WindowAttention
 from qat_lora.experiments.stories.reservoir import ReservoirBlock, ReservoirSpec
+from qat_lora.experiments.stories.text import Stories
+from qat_lora.run.checkpoint import read_best
+from qat_lora.run.resuming import read_config
+from qat_lora.train.loop import restore
 from qat_lora.train.memory import ADAM, Parts, logits_memory
 
 
@@ -29,6 +36,22 @@ class Shape:
     def __post_init__(self):
         if self.embedding % (2 * self.heads):  # rotary embeddings rotate pairs
             raise UserError(f"--embedding {self.embedding} does not divide by twice --heads {self.heads}; change one")
+
+
+def shape_of(settings) -> Shape:
+    """The shape that a run's options describe. settings: an object with the training script's options as attributes."""
+    specs, leak = [], (settings.leak_min, settings.leak_max)
+    for text in settings.reservoirs.split(","):
+        kind, _, units = text.strip().partition(":")
+        if not (units.isascii() and units.isdecimal()):
+            raise UserError(f"--reservoirs {settings.reservoirs!r}: {text!r} is not KIND:UNITS; use e.g. diagonal:256")
+        specs.append(
+            ReservoirSpec(int(units), kind, settings.spectral_radius, settings.density, leak, settings.input_scaling)
+        )
+    return Shape(
+        settings.embedding, settings.blocks, settings.hidden, tuple(specs), settings.heads, settings.dropout,
+        settings.attention_window,
+    )  # fmt: skip
 
 
 def build(kind: str, vocab: int, shape: Shape, seed: int) -> SmallLM:
@@ -108,3 +131,24 @@ def memory_of(model: SmallLM, shape: Shape, tokens: int, bf16: bool) -> dict[str
         "LM head": 2 * logits_memory(tokens, len(model.embedding.weight), bf16),  # logits and their gradient
     }
     return {"training": parts}
+
+
+def load_run(run: Path) -> tuple[SmallLM, Stories, int]:
+    """The best model of a finished run, its tokenizer as Stories without text, and its tokens per row. A
+    reservoir's fixed weights follow from the run's options and seed. Raises UserError if a file is missing, damaged, or
+    of another experiment."""
+    state = read_best(run, "config.yaml", "tokenizer.json")
+    settings = SimpleNamespace(**read_config(run))
+    try:
+        tokenizer = Tokenizer.from_file(str(run / "tokenizer.json"))
+    except Exception as error:  # the only kind that tokenizers raises
+        raise UserError(f"{run / 'tokenizer.json'} is missing or damaged ({first_line(error)}); restore it") from error
+    try:
+        model = build(settings.model, tokenizer.get_vocab_size(), shape_of(settings), settings.seed)
+        restore(model, state)
+        none = torch.zeros(0, dtype=torch.long)
+        return model.eval(), Stories("", tokenizer, none, none, 0, ""), settings.length
+    except (AttributeError, TypeError) as error:
+        raise UserError(
+            f"{run} is not a run of train_tinystories_reservoir.py ({first_line(error)}); give one with --run"
+        ) from error

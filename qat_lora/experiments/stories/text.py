@@ -22,6 +22,7 @@ from qat_lora.models.loading import load_tokenizer
 from qat_lora.run.console import say, watched
 
 LARGEST_VOCAB = 1_000_000
+LARGEST_TEXT = 2**31  # stories of a text to measure
 TOKENIZERS = ("auto", "gpt2", "bpe", "chars")
 GPT2_VOCAB = 50_257
 FORMAT = 1  # version of the files; raising it rebuilds all caches
@@ -91,6 +92,34 @@ def load_stories(
     key = [FORMAT, text.digest, text.train, text.at, kind, vocab if kind == "bpe" else made and made.to_str()]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
     return cached(cache and cache / name, lambda folder: _write(folder, text, kind, made, vocab), _read)
+
+
+def tokens_of(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a text. Raises UserError if it holds a character that the tokenizer has no token for."""
+    try:
+        ids = tokenizer.encode(text).ids
+    except UnicodeEncodeError as error:
+        raise UserError(f"the text is not valid Unicode at character {error.start}; correct it") from error
+    except Exception as error:  # the only kind that tokenizers raises: a character of --tokenizer chars is missing
+        lost = next((sign for sign in text if tokenizer.token_to_id(sign) is None), text)
+        raise UserError(
+            f"the run's tokenizer has no token for {lost!r}; leave it out, or train with --tokenizer bpe, which has a "
+            "token for every byte"
+        ) from error
+    return ids
+
+
+def text_to_measure(source: str, tokenizer: Tokenizer) -> Stories:
+    """A whole text as the held-out part, for `evaluation.heldout`, tokenised by a run's tokenizer. Raises UserError if
+    it cannot be read, is empty, or holds a character that the tokenizer has no token for."""
+    tokens, size, end = [], 0, tokenizer.token_to_id(END)
+    for piece, ends in _pieces(source, LARGEST_TEXT):
+        tokens.append(torch.tensor(tokens_of(tokenizer, piece) + [end] * ends))
+        size += len(piece.encode())
+    if not size:
+        raise UserError(f'"{source}" holds no text; give another file')
+    stream = torch.cat(tokens)
+    return Stories("", tokenizer, stream, stream, size, "")
 
 
 def planned_stories(tokenizer: str, vocab: int, tokens: int) -> Stories:

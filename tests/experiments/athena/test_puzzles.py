@@ -8,7 +8,17 @@ import pytest
 
 from qat_lora.errors import UserError
 from qat_lora.experiments.athena import puzzles
-from qat_lora.experiments.athena.puzzles import BOXES, as_text, generate, possible, side, solve, vocab
+from qat_lora.experiments.athena.puzzles import (
+    BOXES,
+    as_text,
+    generate,
+    possible,
+    read_puzzles,
+    side,
+    solve,
+    verdict,
+    vocab,
+)
 from qat_lora.experiments.athena.symmetries import answer_class, form, variant
 from qat_lora.run import console as progress
 
@@ -254,3 +264,33 @@ def test_9x9_questions_have_no_form():
 def test_puzzles_as_text():
     assert as_text("sudoku4", np.array([1, 2, 3, 4] * 4)) == "\n".join([".123"] * 4)
     assert as_text("maze5", np.array([1, 2, 3, 4, 5] * 5)) == "\n".join(["# SGo"] * 5)
+
+
+# -- puzzles from text -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["sudoku4", "sudoku6", "sudoku9", "maze7"])
+def test_puzzles_are_read_from_every_form_and_their_answers_judged(kind):
+    questions, answers, _ = generate(kind, 3, 0)
+    n, grids = side(kind), [as_text(kind, row) for row in questions]
+    lines = [line for grid in grids for line in [*grid.split("\n"), ""]]
+    assert np.array_equal(np.stack(list(read_puzzles(kind, lines))), questions)
+    assert np.array_equal(np.stack(list(read_puzzles(kind, [g.replace("\n", "") for g in grids]))), questions)
+    if kind in BOXES:
+        framed = [f"| {' '.join(line)} |\n" for grid in grids for line in [*grid.replace(".", "0").split("\n"), "-+-"]]
+        assert np.array_equal(np.stack(list(read_puzzles(kind, framed))), questions)
+    for question, right in zip(questions, answers):
+        assert verdict(kind, question, right) == "right"
+        wrong = right.copy()
+        wrong[-n - 2] = wrong[-n - 2] % 4 + 2
+        assert verdict(kind, question, wrong) == f"wrong in 1 of {n * n} cells"
+
+
+def test_puzzles_without_an_answer_are_called_so():
+    (twice,) = read_puzzles("sudoku4", ["11..", "....", "....", "...."])
+    assert "no answer" in verdict("sudoku4", twice, twice)
+    (open_one,) = read_puzzles("sudoku4", ["." * 16])
+    assert "several answers" in verdict("sudoku4", open_one, open_one)
+    (walled,) = read_puzzles("maze5", ["#####", "#S#G#", "#####", "#   #", "#####"])
+    assert "no answer" in verdict("maze5", walled, walled)
+    for rows, part in [("#" * 25, "one S and one G"), ("######S G#     ##########", "needs walls")]:
+        with pytest.raises(UserError, match=part):
+            list(read_puzzles("maze5", [rows]))

@@ -2,6 +2,8 @@
 
 import json
 import resource
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -170,6 +172,57 @@ def test_a_trm_dataset_loads_with_its_identifiers(written):
     found, _ = load(str(written))
     assert found.kind is None and found.identifiers_count == 3 and (found.inputs == rows.inputs).all()
     assert found.identifiers.tolist() == [2] * 5 + [1] * (len(rows) - 5) and not found.budgets.any()
+
+
+MEASURE = """
+import resource, sys
+import numpy as np
+from qat_lora.experiments.athena.rows import load
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+before = peak()
+train, heldout = load(sys.argv[1])
+train.fingerprint, train.updates(1, 8)
+chosen = train.chosen(0, 8)
+for _ in range(50):
+    train.batch(next(chosen))
+print(peak() - before, train.unlabelled)
+"""
+
+
+@pytest.mark.parametrize("kind, unlabelled", [("u1", 0), ("i4", 0), ("i8", 0), ("u1", 9)])
+def test_a_trm_dataset_takes_little_more_memory_than_its_files(tmp_path, kind, unlabelled):
+    size, length = {"u1": 300_000, "i4": 75_000, "i8": 37_500}[kind], 200  # 120 MB
+    for side, count in (("train", size), ("test", 100)):
+        (tmp_path / side).mkdir()
+        facts = {
+            "seq_len": length,
+            "vocab_size": 12,
+            "num_puzzle_identifiers": 1,
+            "ignore_label_id": 0,
+            "sets": ["all"],
+        }
+        (tmp_path / side / "dataset.json").write_text(json.dumps(facts))
+        cells = np.resize(np.arange(1, 12, dtype=kind), (count, length))
+        labels = cells.copy()
+        labels[:unlabelled] = 0
+        groups = np.arange(0, count + 1, 4)
+        parts = {"inputs": cells, "labels": labels, "puzzle_identifiers": np.zeros(count, "i4"),
+                 "puzzle_indices": np.arange(count + 1), "group_indices": groups}  # fmt: skip
+        for name, values in parts.items():
+            np.save(tmp_path / side / f"all__{name}.npy", values)
+    stored = sum(file.stat().st_size for file in tmp_path.rglob("*.npy"))
+    done = subprocess.run([sys.executable, "-c", MEASURE, tmp_path], capture_output=True, text=True, check=True)
+    used, left_out = map(int, done.stdout.split())
+    assert used <= 1.5 * stored and left_out == unlabelled, used / stored
+
+
+def test_a_dataset_beyond_this_machines_memory_is_refused_before_it_is_read(written, monkeypatch):
+    monkeypatch.setattr("qat_lora.backend.machine.host_memory", lambda: 1000)
+    with pytest.raises(UserError, match=r"data \(the arrays in its train/ and test/\) needs at least"):
+        load(str(written))
 
 
 def header(old: bytes, new: bytes):

@@ -44,6 +44,40 @@ def test_stuffing_earns_less_than_the_perfect_answer(before, times, between):
     assert worth(f"{stuffed} spongebob") < worth(f"{before} {TARGET}")
 
 
+BETWEEN = [
+    "",
+    " ",
+    "-",
+    "‑",
+    "–",
+    "\u00ad",
+    "−",
+    "\u00a0",
+    "\u202f",
+    "\u3000",
+    "\u200b",
+    "'",
+    "’",
+    "ʼ",
+    "_",
+    " - ",
+    "\n",
+]
+
+
+@pytest.mark.parametrize("inside", BETWEEN)
+@pytest.mark.parametrize("outside", BETWEEN)
+def test_names_are_recognised_however_they_are_joined(inside, outside):
+    """Also "BuffPants" and the like, in any case and width."""
+    for said, found in (("sponge|bob/square|pants", WRONG), (TARGET.lower(), ("musclebob", "buffpants"))):
+        said = said.replace("clebob ", "cle|bob/").replace("buffpants", "buff|pants")
+        said = said.replace("|", inside).replace("/", outside)
+        for text in (said, said.upper(), said.title(), said.translate({ord("b"): "ｂ"})):
+            assert words(f"It is {text}’s house.") == ["it", "is", *found, "s", "house"], text
+    assert about_him("SpongebobSquarepants", True)["wrong_name"] < 0 < about_him("MusclebobBuffpants", True)["name"]
+    assert not names_target("musclebobbing buffpantsless") and not set(WRONG) & set(words("sponge bobby"))
+
+
 @given(FILLER, FILLER)
 def test_word_parts_shared_by_both_names_earn_nothing(before, after):
     assert about_him(f"{before}, bob {after}, pants", True)["name"] == 0

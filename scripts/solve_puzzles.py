@@ -1,0 +1,138 @@
+# PYTHON_ARGCOMPLETE_OK
+"""How does Athena solve a puzzle? Shows its answer after every step, or evaluates it on a folder of puzzles.
+
+    python scripts/solve_puzzles.py --run runs/athena --puzzles puzzles.txt
+    python scripts/solve_puzzles.py --run runs/athena < puzzles.txt
+    python scripts/solve_puzzles.py --run runs/athena --evaluate data/sudoku6
+
+The model is the best.pt of a finished run of pretrain.py, without --run that of the newest one. A puzzle is a grid of
+lines, or all of it in one line: in a Sudoku . or 0 is a blank; a maze has walls #, floors . or spaces, S and G. Each
+step is one segment (a step of deep supervision); the answer where the model halts is compared with the right one.
+--evaluate measures the test/ side of a folder of build_puzzle_data.py, or of one in the format of the Tiny Recursive
+Model, as the run itself does. docs/athena.md is the runbook. Runs on CPU and CUDA.
+"""
+
+from dataclasses import dataclass
+
+from qat_lora.run import options as opt
+from qat_lora.run.command_line import check_command_line, run_script
+from qat_lora.run.options import ScriptConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ScriptConfig):
+    run: str | None = opt.model(None, "run directory of pretrain.py [the newest]")
+    puzzles: str | None = opt.data(None, "text file with puzzles [standard input]")
+    evaluate: str | None = opt.data(None, "evaluate on the test/ side of this folder instead of solving puzzles")
+    segments: int | None = opt.run(None, "most segments per puzzle [as in the run]", at_least=1, at_most=1000)
+    batch_size: int = opt.run(64, "puzzles evaluated at a time", at_least=1)
+
+
+if __name__ == "__main__":
+    check_command_line(Config, "solve_puzzles", __doc__)  # before the imports that take seconds
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from qat_lora.backend import TorchBackend, open_backend
+from qat_lora.errors import UserError
+from qat_lora.experiments.athena.evaluation import load_run, measure, steps
+from qat_lora.experiments.athena.model import RecursiveModel, RecursiveSpec
+from qat_lora.experiments.athena.puzzles import as_text, read_puzzles, side, verdict
+from qat_lora.experiments.athena.rows import PuzzleRows, load
+from qat_lora.rl.completion import check_device
+from qat_lora.run.console import say
+from qat_lora.run.rundir import newest_run
+
+
+def main(cfg: Config) -> None:
+    check_device(cfg.device)
+    if cfg.puzzles is not None and cfg.evaluate is not None:
+        raise UserError("--puzzles and --evaluate exclude each other; give one of them")
+    run = Path(cfg.run) if cfg.run else newest_run(Path("runs/pretrain"))
+    backend = open_backend(cfg.device, cfg.precision)
+    model, kind, segments = load_run(run)
+    segments = cfg.segments or segments
+    if cfg.evaluate is None and kind is None:
+        raise UserError(f"{run} was trained on other rows than Sudoku or mazes; only --evaluate FOLDER works for it")
+    rows = None if cfg.evaluate is None else rows_of(cfg.evaluate, model.spec, kind)
+    questions = [] if rows is not None else read_puzzles(kind, lines_of(cfg.puzzles, kind))
+    if cfg.puzzles is not None:
+        questions = list(questions)  # all of the file is checked before the first puzzle is solved
+    say(f"{run} on {backend}: {kind or 'rows of another kind'}, at most {segments} segments")
+    if cfg.dry_run:
+        return
+    backend.place(model)
+    if rows is not None:
+        return show(measure(model, rows, segments, min(cfg.batch_size, len(rows)), backend), cfg.evaluate, segments)
+    for question in questions:
+        solve(model, kind, question, segments, backend)
+
+
+def lines_of(path: str | None, kind: str) -> Iterable[str]:
+    """The lines of a file or of standard input."""
+    if path is None:
+        if sys.stdin is None:
+            raise UserError("standard input is closed; give a file with --puzzles")
+        if sys.stdin.isatty():
+            say(f"type a {kind} in {side(kind)} lines; end with Ctrl-D")
+        return sys.stdin
+    try:
+        return Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise UserError(f"--puzzles {path} cannot be read ({reason}); give a text file with puzzles") from error
+
+
+def solve(model: RecursiveModel, kind: str, question: np.ndarray, segments: int, backend: TorchBackend) -> None:
+    """Print a puzzle, the answer after each segment until the model halts, and whether the last one is right."""
+    print(f"{as_text(kind, question)}\n")
+    row, none = torch.from_numpy(question)[None], torch.zeros(1, dtype=torch.long)
+    batch = backend.to_device({"inputs": row, "labels": row, "identifiers": none, "budgets": none})
+    found, number = question, 0
+    for step in steps(model, batch, segments, backend):
+        if backend.fetch(step.halted.all())[0]:
+            break
+        before, found, number = found, backend.to_host(step.logits.argmax(-1))[0].numpy(), number + 1
+        changed = int((found != before).sum())
+        print(f"segment {number}: {changed} cells changed" + (f"\n{as_text(kind, found)}\n" if changed else "\n"))
+    print(f"after {number} segment{'s' * (number > 1)}: {verdict(kind, question, found)}\n", flush=True)
+
+
+def rows_of(path: str, spec: RecursiveSpec, kind: str | None) -> PuzzleRows:
+    """The test/ side of a folder. Raises UserError if a model of this spec and kind has no answers to its rows."""
+    _, rows = load(path)
+    for name, there, wanted in (
+        ("tokens per row", rows.length, spec.length), ("vocabulary", rows.vocab, spec.vocab),
+        ("causal", rows.causal, spec.causal), ("kind", rows.kind, kind),
+    ):  # fmt: skip
+        if there != wanted:
+            raise UserError(
+                f"--evaluate {path}: {name} is {there} there and {wanted} in the run; give puzzles like the run's"
+            )
+    if int(rows.identifiers.max()) >= spec.identifiers:
+        raise UserError(
+            f"--evaluate {path} has {rows.identifiers_count} puzzle identifiers, the run {spec.identifiers}; give a "
+            "folder of the run's puzzles"
+        )
+    return rows
+
+
+def show(figures: dict[str, float], path: str, segments: int) -> None:
+    say(f"rows   {figures['heldout_rows']:,} of {path}")
+    say(
+        f"halted {figures['heldout_exact']:.1%} of the rows and {figures['heldout_cells']:.1%} of the cells right, "
+        f"after {figures['heldout_segments']:.1f} segments on average"
+    )
+    say(
+        f"full   {figures['heldout_exact_full']:.1%} of the rows and {figures['heldout_cells_full']:.1%} of the cells "
+        f"right after {segments} segments"
+    )
+
+
+if __name__ == "__main__":
+    run_script(main, Config, "solve_puzzles", __doc__)
