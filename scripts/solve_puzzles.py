@@ -2,14 +2,14 @@
 """How does Athena solve a puzzle? Shows its answer after every step, or evaluates it on a folder of puzzles.
 
     python scripts/solve_puzzles.py --run runs/athena --puzzles puzzles.txt
-    python scripts/solve_puzzles.py --run runs/athena < puzzles.txt
     python scripts/solve_puzzles.py --run runs/athena --evaluate data/sudoku6
 
-The model is the best.pt of a finished run of pretrain.py, without --run that of the newest one. A puzzle is a grid of
-lines, or all of it in one line: in a Sudoku . or 0 is a blank; a maze has walls #, floors . or spaces, S and G. Each
-step is one segment (a step of deep supervision); the answer where the model halts is compared with the right one.
---evaluate measures the test/ side of a folder of build_puzzle_data.py, or of one in the format of the Tiny Recursive
-Model, as the run itself does. docs/athena.md is the runbook. Runs on CPU and CUDA.
+The model is the best.pt of a finished run of pretrain.py, without --run that of the newest one. Without --puzzles,
+puzzles are read from standard input. A puzzle is a grid of lines, or all of it in one line: in a Sudoku . or 0 is a
+blank; a maze has walls #, floors (. or a space), S and G. Each step is one segment (a step of deep supervision); the
+answer where the model halts is compared with the right one. --evaluate measures the test/ side of a folder of
+build_puzzle_data.py, or of one in the format of the Tiny Recursive Model, as the run itself does.
+docs/athena.md is the runbook. Runs on CPU and CUDA.
 """
 
 from dataclasses import dataclass

@@ -7,7 +7,6 @@ dataset.json and arrays.
 import dataclasses
 import hashlib
 import json
-import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from qat_lora.data.batches import chosen_rows
 from qat_lora.errors import UserError, first_line
 from qat_lora.experiments.athena import ANY, LARGE, puzzles, symmetries
 from qat_lora.experiments.athena.groups import Groups
+from qat_lora.experiments.athena.mapped import AGAIN, array_of, pieces, taken
 from qat_lora.experiments.athena.model import IGNORE, ROWS
 from qat_lora.run import remote as urls
 from qat_lora.run.files import new_folder, read_json
@@ -29,8 +29,6 @@ PAD, BLANK_TOKEN, END, BYTE = 0, 1, 2, 3  # tokens of text; BYTE is the token of
 TEXT_VOCAB = BYTE + 256
 LONGEST = 2**20
 SIDES = ("train", "test")
-AGAIN = "; copy the folder again, or rebuild it"
-PIECE = 2**24  # bytes of a mapped array to read at a time
 COUNTS = {"seq_len": 1, "vocab_size": 2, "num_puzzle_identifiers": 1}  # minimum values in dataset.json
 
 
@@ -73,7 +71,7 @@ class PuzzleRows:
         digest = hashlib.sha256(f"{self.inputs.shape} {self.vocab} {self.kind} {self.causal}".encode())
         grouping = () if self.group is None else (self.puzzle, self.group)
         for values in (self.inputs, self.labels, self.identifiers, self.budgets, *grouping):
-            for piece in _pieces(values):
+            for piece in pieces(values):
                 piece = self._with_ignore(piece) if values is self.labels else piece
                 digest.update(piece.astype("<i4").tobytes())
         return digest.hexdigest()
@@ -96,7 +94,7 @@ class PuzzleRows:
     def take(self, indices: np.ndarray) -> "PuzzleRows":
         """The rows with these numbers; they keep their puzzle and group numbers."""
         names = ARRAYS if self.group is None else (*ARRAYS, "puzzle", "group")
-        return dataclasses.replace(self, **{name: _taken(getattr(self, name), indices) for name in names})
+        return dataclasses.replace(self, **{name: taken(getattr(self, name), indices) for name in names})
 
     def first(self, count: int) -> "PuzzleRows":
         return self.take(np.arange(min(count, len(self))))
@@ -117,32 +115,6 @@ class PuzzleRows:
 
 
 ARRAYS = (*ROWS, "difficulty")
-
-
-def _pieces(values: np.ndarray) -> Iterator[np.ndarray]:
-    """An array's rows in order, about PIECE bytes at a time."""
-    step = _step(values)
-    for first in range(0, len(values), step):
-        yield values[first : first + step]
-        _let_go(values)
-
-
-def _taken(values: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    taken, step = np.empty((len(indices), *values.shape[1:]), values.dtype), _step(values)
-    for first in range(0, len(indices), step):
-        taken[first : first + step] = values[indices[first : first + step]]
-        _let_go(values)
-    return taken
-
-
-def _step(values: np.ndarray) -> int:
-    return max(1, PIECE * len(values) // max(1, values.nbytes))
-
-
-def _let_go(values: np.ndarray) -> None:
-    """Take what has been read of a mapped file out of this process's memory; the next access maps it again."""
-    if isinstance(values, np.memmap):
-        values._mmap.madvise(mmap.MADV_DONTNEED)
 
 
 def _rows(inputs: np.ndarray, labels: np.ndarray, difficulty=0, budgets=0, **facts) -> PuzzleRows:
@@ -363,7 +335,7 @@ def _load(folder: Path, shown: str) -> PuzzleRows:
     vocab, kind, ignored = facts["vocab_size"], facts.get("kind"), facts.get("ignore_label_id")
 
     def mapped(name: str, below: int, *shape: int | None) -> np.ndarray:
-        return _array(folder / f"all__{name}.npy", f"{shown}/all__{name}.npy", below, shape)
+        return array_of(folder / f"all__{name}.npy", f"{shown}/all__{name}.npy", below, shape)
 
     def array(name: str, below: int, *shape: int | None) -> np.ndarray:
         return np.array(mapped(name, below, *shape), np.int32)
@@ -371,7 +343,7 @@ def _load(folder: Path, shown: str) -> PuzzleRows:
     inputs = mapped("inputs", vocab, None, facts["seq_len"])
     labels = mapped("labels", vocab, *inputs.shape)
     ignored = -1 if ignored is None else ignored  # no label is −1
-    asked = np.concatenate([(piece != ignored).sum(1) for piece in _pieces(labels)])
+    asked = np.concatenate([(piece != ignored).sum(1) for piece in pieces(labels)])
     if not ((asked == labels.shape[1]).all() if kind else asked.any()):
         what = f"cells without a label, but a {kind} needs one in each" if kind else "no label at all"
         raise UserError(f"{shown}/all__labels.npy holds {what}{AGAIN}")
@@ -397,31 +369,3 @@ def _load(folder: Path, shown: str) -> PuzzleRows:
     # without groups if every remaining row is its own
     alone = {"puzzle": None, "group": None} if len(np.unique(kept.group)) == len(kept) else {}
     return dataclasses.replace(kept, unlabelled=len(rows) - len(kept), **alone)
-
-
-def _array(path: Path, shown: str, below: int, shape: tuple) -> np.ndarray:
-    """Map a file of whole numbers from 0 to `below` − 1 of shape `shape` (None: any size) into memory."""
-    try:
-        values = np.load(path, mmap_mode="r", allow_pickle=False)
-    except FileNotFoundError:
-        raise UserError(f"{shown}: no such file{AGAIN}") from None
-    except Exception as error:  # NumPy parses the header as Python and may raise any error
-        objects = "pickle" in str(error) or "Python objects" in str(error)
-        reason = "it holds Python objects, which were not loaded" if objects else first_line(error)
-        raise UserError(f"{shown} is not a readable NumPy array ({reason}){AGAIN}") from error
-    if not isinstance(values, np.ndarray):
-        raise UserError(f"{shown} is an archive of arrays (.npz), not one array{AGAIN}")
-    wanted = "×".join("N" if n is None else str(n) for n in shape)
-    right = values.ndim == len(shape) and all(n in (None, there) for n, there in zip(shape, values.shape))
-    if not right or not np.issubdtype(values.dtype, np.integer):
-        raise UserError(
-            f"{shown} holds {'×'.join(map(str, values.shape))} values of type {values.dtype}; dataset.json says "
-            f"{wanted} whole numbers{AGAIN}"
-        )
-    if not values.size:
-        raise UserError(f"{shown} is empty{AGAIN}")
-    ends = [(piece.min(), piece.max()) for piece in _pieces(values)]
-    least, most = min(low for low, _ in ends), max(high for _, high in ends)
-    if least < 0 or most >= below:
-        raise UserError(f"{shown} holds values from {least} to {most}; they must be from 0 to {below - 1}{AGAIN}")
-    return values
