@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from qat_lora.data.chat import Document
 from qat_lora.errors import UserError
 from qat_lora.models.identity import tokenizer_fingerprint as tokenizer_fingerprint
-from qat_lora.models.tokens import check_ids
+from qat_lora.models.tokens import check_ids, encoded_in_turns
 from qat_lora.run.console import progress
 
 
@@ -148,14 +148,14 @@ def encode(document: Document, tokenizer) -> tuple[np.ndarray, np.ndarray]:
 def _encode_chat(document: Document, tokenizer) -> tuple[list[int], list[int]]:
     if not tokenizer.is_fast:
         raise UserError("completion masks need character offsets; use a fast tokenizer (one with a tokenizer.json)")
-    encoded = tokenizer(document.text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
-    ids = list(encoded["input_ids"])
+    ids, places = encoded_in_turns(document.text, document.prompts, tokenizer)
     numbers = document.sections or (1,) * len(document.spans)
-    sections = _span_numbers(encoded["offset_mapping"], document.spans, numbers)
+    sections = _span_numbers(places, document.spans, numbers)
     ending = document.text.rstrip()  # ChatML ends with a newline after its EOS
     if not ending.endswith(tokenizer.eos_token):
         ids.append(tokenizer.eos_token_id)
-        sections.append(numbers[-1] * (document.spans[-1][1] >= len(ending)))  # if the last turn is the assistant's
+        is_answer = document.spans and document.spans[-1][1] >= len(ending)  # the last turn is the assistant's
+        sections.append(numbers[-1] if is_answer else 0)
     return ids, sections
 
 

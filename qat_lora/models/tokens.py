@@ -1,5 +1,7 @@
 """Whether a text begins with BOS, and whether the model's embedding has a row for every token id."""
 
+from collections.abc import Iterable
+
 from qat_lora.errors import UserError
 
 BOS_SETTINGS = ("auto", "on", "off")
@@ -26,6 +28,37 @@ def prompt_ids(tokenizer, text: str) -> list[int]:
     with EOS at the end."""
     ids, bos = tokenizer(text, add_special_tokens=False)["input_ids"], bos_token(tokenizer)
     return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
+
+
+def encoded_in_turns(text: str, prompts: Iterable[int], tokenizer) -> tuple[list[int], list[tuple[int, int]]]:
+    """Token ids of a text, without BOS and EOS, and each token's range of characters (empty for a slow tokenizer).
+
+    prompts: characters up to which the text is a prompt. The tokens up to each are those of the prompt alone, as in
+    generation. Usually the tokens of the whole text are that anyway; if not ("Answer: " and "4", of which " 4" is a
+    token), what follows the prompt is tokenised apart. Raises UserError if the tokenizer cannot do that, because it
+    puts a space in front of every text.
+    """
+
+    def encode(start: int, end: int) -> tuple[list[int], list[tuple[int, int]]]:
+        # verbose=False: long texts are cut into rows later, so the warning about the model's context would be wrong.
+        done = tokenizer(
+            text[start:end], add_special_tokens=False, verbose=False, return_offsets_mapping=tokenizer.is_fast
+        )
+        return list(done["input_ids"]), [(start + a, start + b) for a, b in done.get("offset_mapping", ())]
+
+    begin, fixed, last, ids, places = 0, ([], []), 0, [], []
+    for end in sorted({*prompts, len(text)} - {0}):
+        longer = encode(begin, end)
+        if [*fixed[0], *longer[0]][: len(ids)] != ids:
+            begin, fixed = last, (ids, places)
+            longer = encode(begin, end)
+            if tokenizer.decode(ids + longer[0]) != tokenizer.decode(encode(0, end)[0]):
+                raise UserError(
+                    f"the tokenizer joins the end of the prompt, {text[:last][-10:]!r}, with the answer, and cannot "
+                    "tokenise the answer alone; remove the space from the end of the prompt or chat template"
+                )
+        last, ids, places = end, fixed[0] + longer[0], fixed[1] + longer[1]
+    return ids, places
 
 
 def special_tokens(tokenizer) -> set[str]:
