@@ -14,7 +14,7 @@ from qat_lora.data.rows import Conversation, conversation, ignored_columns, text
 from qat_lora.data.rows import to_messages as to_messages
 from qat_lora.data.text import END
 from qat_lora.errors import UserError
-from qat_lora.models.tokens import check_ids, encoded_in_turns, special_tokens
+from qat_lora.models.tokens import begins_with, check_ids, special_tokens
 from qat_lora.run.console import say
 
 THOUGHT, THOUGHT_END = "<think>", "</think>"
@@ -39,13 +39,14 @@ class Document:
     spans: half-open character ranges [start, end) of the completions, in order and without overlap, each with its
     end-of-turn marker; None means the whole text (plain text).
     sections: the section number of each span, from 1 on, if a completion has several parts; None means 1 for all.
-    prompts: where the text up to a character is a prompt, whose tokens must be those that generation starts from.
+    prompt: characters of the text that are a prompt, whose tokens must be those that generation starts from; None if
+    the text holds none or several that the tokens of the whole text agree with.
     """
 
     text: str
     spans: tuple[tuple[int, int], ...] | None
     sections: tuple[int, ...] | None = None
-    prompts: tuple[int, ...] = ()
+    prompt: int | None = None
 
     def __post_init__(self):
         if not self.text.isascii() and (found := HALF.search(self.text)):
@@ -90,7 +91,7 @@ def _plain_documents(row: dict) -> list[Document]:
         if not completion.strip():
             raise UserError("the completion is empty; remove the row")
         text = prompt + completion  # verbatim; the completion includes EOS
-        return [Document(text, ((len(prompt), len(text)),), prompts=(len(prompt),))]
+        return [Document(text, ((len(prompt), len(text)),), prompt=len(prompt))]
     text = completion if completion is not None else row["text"]
     if not isinstance(text, str):
         raise UserError(f'column "text" contains a {type(text).__name__}, not text; fix or remove the row')
@@ -131,17 +132,17 @@ def render_chat(talk: list[dict] | Conversation, tokenizer, thinking: str) -> li
     """
     if isinstance(talk, list):
         talk = Conversation(talk, frozenset(), {})
-    found: dict[str, Document] = {}  # by text
+    found: list[Document] = []
     for enabled in THINKING[thinking]:
         draw = partial(render, tokenizer=tokenizer, enabled=enabled, variables=talk.variables)
         messages = _printable(talk.messages, draw)
-        documents = _rendered(messages, talk.untrained, draw, tuple(special_tokens(tokenizer)))
+        documents = _rendered(messages, talk.untrained, draw, tokenizer)
         _check_printed(messages, talk.variables, draw)
-        for document in documents:
-            # If both texts are equal, keep the first: with thinking on, the prompt never ends later, so the completion
-            # covers at least as much.
-            found.setdefault(document.text, document)
-    return list(found.values())
+        # If both texts are equal, keep the first: with thinking on, the prompt never ends later, so the completion
+        # covers at least as much.
+        known = {document.text for document in found}
+        found += [document for document in documents if document.text not in known]
+    return found
 
 
 def _printable(messages: list[dict], draw: Draw) -> list[dict]:
@@ -197,49 +198,50 @@ def _is_same(draw: Draw, messages: list[dict], others: list[dict], **changes) ->
         return False
 
 
-def _rendered(messages: list[dict], untrained: frozenset[int], draw: Draw, markers: tuple[str, ...]) -> list[Document]:
+def _rendered(messages: list[dict], untrained: frozenset[int], draw: Draw, tokenizer) -> list[Document]:
     """The documents of a conversation: those of answers that need one of their own, then that of all messages. Raises
     UserError if an answer does not continue its prompt."""
     # An assistant's greeting as the first message has no prompt.
     answers = [turn for turn, message in enumerate(messages) if turn and message["role"] == "assistant"]
     trained = [turn for turn in answers if turn not in untrained]
-    whole, spans = _completions(messages, trained, draw, markers)
+    markers = tuple(special_tokens(tokenizer))
+    text, spans = _completions(messages, trained, draw, markers)
     if not answers:
         raise UserError("no assistant turn follows a prompt; a chat row needs at least one user and one assistant turn")
+    if len(spans) > 1:  # each prompt's tokens must be those that generation starts from
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        spans = {turn: span for turn, span in spans.items() if begins_with(ids, text[: span[0]], tokenizer)}
     found = []
     for turn in trained:
         if turn not in spans:
             own, ended = _completions(messages[: turn + 1], [turn], draw, markers)
-            if turn not in ended:
+            if not ended:
                 raise UserError(
                     f"turn {turn}: the chat template renders no assistant turn as a continuation of its own "
                     f"generation prompt; {ANOTHER}, or the other setting of --thinking (on or off)"
                 )
-            found.append(own)
-    return [*found, whole] if spans or not trained else found
+            found.append(Document(own, (ended[turn],), prompt=ended[turn][0]))
+    if spans or not trained:
+        ranges = tuple(spans.values())
+        found.append(Document(text, ranges, prompt=ranges[0][0] if len(ranges) == 1 else None))
+    return found
 
 
 def _completions(
     messages: list[dict], trained: list[int], draw: Draw, markers: tuple[str, ...]
-) -> tuple[Document, dict[int, tuple[int, int]]]:
-    """The document of all messages and the ranges of its completions by turn, found by rendering the messages before
-    and up to each assistant turn. A turn that the template renders differently there is left out."""
+) -> tuple[str, dict[int, tuple[int, int]]]:
+    """The text of a conversation and the ranges of its completions by turn, found by rendering the messages before and
+    up to each trained turn. A turn that the template renders differently there is left out."""
     text = _with_thought(messages, draw(messages), draw)
-    prompts, spans = [], {}
-    for turn in range(1, len(messages)):
-        if messages[turn]["role"] != "assistant":
-            continue
+    spans = {}
+    for turn in trained:
         before = draw(messages[:turn], prompt=True)
-        if not text.startswith(before):
-            continue
-        prompts.append(len(before))
-        if turn in trained:
-            upto = text if turn + 1 == len(messages) else draw(messages[: turn + 1])
-            end = _answer_end(text, upto, markers)
-            if end > len(before):
-                _check_opened(messages[: turn + 1], before, upto, draw)
-                spans[turn] = len(before), end
-    return Document(text, tuple(spans.values()), prompts=tuple(prompts)), spans
+        upto = text if turn + 1 == len(messages) else draw(messages[: turn + 1])
+        end = _answer_end(text, upto, markers)
+        if text.startswith(before) and end > len(before):
+            _check_opened(messages[: turn + 1], before, upto, draw)
+            spans[turn] = len(before), end
+    return text, spans
 
 
 def _answer_end(text: str, upto: str, markers: tuple[str, ...]) -> int:
@@ -276,13 +278,8 @@ def check_template(tokenizer) -> None:
 
 
 def chat_ids(messages: list[dict], tokenizer, enabled: bool | None) -> list[int]:
-    """The tokens of a conversation, ready for the assistant's answer; see `render`. The first tokens of the same
-    conversation in training are the same, also where its earlier answers begin."""
-    draw = partial(render, tokenizer=tokenizer, enabled=enabled)
-    text = draw(messages, prompt=True)
-    answers = [turn for turn, message in enumerate(messages) if turn and message["role"] == "assistant"]
-    earlier = [before for turn in answers if text.startswith(before := draw(messages[:turn], prompt=True))]
-    ids, _ = encoded_in_turns(text, [len(before) for before in earlier], tokenizer)
+    """The tokens of a conversation, ready for the assistant's answer; see `render`."""
+    ids = tokenizer(render(messages, tokenizer, enabled, prompt=True), add_special_tokens=False)["input_ids"]
     check_ids(ids, tokenizer)
     return ids
 

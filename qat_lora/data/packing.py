@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from qat_lora.data.chat import Document
 from qat_lora.errors import UserError
 from qat_lora.models.identity import tokenizer_fingerprint as tokenizer_fingerprint
-from qat_lora.models.tokens import check_ids, encoded_in_turns
+from qat_lora.models.tokens import check_ids, encoded
 from qat_lora.run.console import progress
 
 WINDOW = 2**17  # characters of a text that are tokenised at a time; no help topic is longer
@@ -205,7 +205,7 @@ def _joint(
 def _encode_chat(document: Document, tokenizer) -> tuple[list[int], list[int]]:
     if not tokenizer.is_fast:
         raise UserError("completion masks need character offsets; use a fast tokenizer (one with a tokenizer.json)")
-    ids, places = encoded_in_turns(document.text, document.prompts, tokenizer)
+    ids, places = encoded(document.text, document.prompt, tokenizer)
     numbers = document.sections or (1,) * len(document.spans)
     sections = _span_numbers(places, document.spans, numbers)
     ending = document.text.rstrip()  # ChatML ends with a newline after its EOS

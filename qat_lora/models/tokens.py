@@ -1,7 +1,5 @@
 """Whether a text begins with BOS, and whether the model's embedding has a row for every token id."""
 
-from collections.abc import Iterable
-
 from qat_lora.errors import UserError
 
 BOS_SETTINGS = ("auto", "on", "off")
@@ -30,35 +28,35 @@ def prompt_ids(tokenizer, text: str) -> list[int]:
     return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
 
-def encoded_in_turns(text: str, prompts: Iterable[int], tokenizer) -> tuple[list[int], list[tuple[int, int]]]:
-    """Token ids of a text, without BOS and EOS, and each token's range of characters (empty for a slow tokenizer).
+def encoded(text: str, prompt: int | None, tokenizer) -> tuple[list[int], list[tuple[int, int]]]:
+    """Token ids of a text, without BOS and EOS, and each token's range of characters; for a fast tokenizer.
 
-    prompts: characters up to which the text is a prompt. The tokens up to each are those of the prompt alone, as in
-    generation. Usually the tokens of the whole text are that anyway; if not ("Answer: " and "4", of which " 4" is a
-    token), what follows the prompt is tokenised apart. Raises UserError if the tokenizer cannot do that, because it
-    puts a space in front of every text.
+    prompt: characters of the text that are a prompt. Their tokens are those of the prompt alone, as in generation.
+    Usually the tokens of the whole text begin with those; if not ("Answer: " and "4", where " 4" is one token), the
+    rest is tokenised apart. Raises UserError if the tokenizer cannot do that, because it puts a space before a text.
     """
 
-    def encode(start: int, end: int) -> tuple[list[int], list[tuple[int, int]]]:
+    def encode(part: str) -> tuple[list[int], list[tuple[int, int]]]:
         # verbose=False: long texts are cut into rows later, so the warning about the model's context would be wrong.
-        done = tokenizer(
-            text[start:end], add_special_tokens=False, verbose=False, return_offsets_mapping=tokenizer.is_fast
-        )
-        return list(done["input_ids"]), [(start + a, start + b) for a, b in done.get("offset_mapping", ())]
+        done = tokenizer(part, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
+        return list(done["input_ids"]), list(done["offset_mapping"])
 
-    begin, fixed, last, ids, places = 0, ([], []), 0, [], []
-    for end in sorted({*prompts, len(text)} - {0}):
-        longer = encode(begin, end)
-        if [*fixed[0], *longer[0]][: len(ids)] != ids:
-            begin, fixed = last, (ids, places)
-            longer = encode(begin, end)
-            if tokenizer.decode(ids + longer[0]) != tokenizer.decode(encode(0, end)[0]):
-                raise UserError(
-                    f"the tokenizer joins the end of the prompt, {text[:last][-10:]!r}, with the answer, and cannot "
-                    "tokenise the answer alone; remove the space from the end of the prompt or chat template"
-                )
-        last, ids, places = end, fixed[0] + longer[0], fixed[1] + longer[1]
-    return ids, places
+    ids, places = encode(text)
+    if prompt is None or begins_with(ids, text[:prompt], tokenizer):
+        return ids, places
+    first, rest = encode(text[:prompt]), encode(text[prompt:])
+    if tokenizer.decode(first[0] + rest[0]) != tokenizer.decode(ids):
+        raise UserError(
+            f"the tokenizer joins the end of the prompt, {text[:prompt][-10:]!r}, with the answer, and cannot tokenise "
+            "the answer alone; remove the space from the end of the prompt or chat template"
+        )
+    return first[0] + rest[0], first[1] + [(prompt + start, prompt + end) for start, end in rest[1]]
+
+
+def begins_with(ids: list[int], prompt: str, tokenizer) -> bool:
+    """Whether the tokens of a text begin with those of a prompt, its beginning."""
+    own = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids[: len(own)] == own
 
 
 def special_tokens(tokenizer) -> set[str]:
