@@ -82,9 +82,13 @@ class TextSource(TokenOptions):
     def documents(self, tokenizer) -> Iterator[Document]:
         """The documents, chat rows rendered. Raises UserError for an unusable source, row or option."""
         from qat_lora.data.chat import documents
+        from qat_lora.data.rows import COLUMNS
         from qat_lora.data.text import read_rows
 
-        source = read_rows(self.dataset, config=self.dataset_config, split=self.dataset_split, streaming=self.streaming)
+        source = read_rows(
+            self.dataset, config=self.dataset_config, split=self.dataset_split, streaming=self.streaming,
+            columns=COLUMNS,
+        )  # fmt: skip
         return documents(source, tokenizer, self.thinking)
 
 

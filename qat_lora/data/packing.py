@@ -13,8 +13,12 @@ from torch.utils.data import Dataset
 from qat_lora.data.chat import Document
 from qat_lora.errors import UserError
 from qat_lora.models.identity import tokenizer_fingerprint as tokenizer_fingerprint
-from qat_lora.models.tokens import check_ids
+from qat_lora.models.tokens import check_ids, encoded
 from qat_lora.run.console import progress
+
+WINDOW = 2**17  # characters of a text that are tokenised at a time; no help topic is longer
+OVERLAP = 2**11  # characters that two windows share
+AGREE = 8  # tokens that must be the same on both sides of the place where two windows are joined
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ def stream(
     tokens, masks, total = [np.asarray(start, np.int32)], [np.zeros(len(start), np.uint8)], len(start)
     tell = progress()
     for document in documents:
-        ids, sections = encode(document, tokenizer)
+        ids, sections = encode(document, tokenizer, None if limit is None else limit - total)
         mask = (sections > 0).astype(np.uint8)
         if given is not None and len(ids):
             if ids[0] != given:
@@ -130,32 +134,85 @@ def pad(documents: Iterable[Document], tokenizer, length: int) -> Rows:
     return Rows(*(torch.stack(column) for column in zip(*rows)))
 
 
-def encode(document: Document, tokenizer) -> tuple[np.ndarray, np.ndarray]:
+def encode(document: Document, tokenizer, wanted: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Token ids int32 [T] of one document, including EOS, and the section number of each, uint8 [T], 0 for tokens that
-    are not targets. T = 0 for an empty text."""
+    are not targets. T = 0 for an empty text. A plain text with more than `wanted` tokens may end after those."""
     if not document.text:  # hub datasets keep blank lines as rows, and each would be one more EOS
         return np.zeros(0, np.int32), np.zeros(0, np.uint8)
     if document.spans is None:
-        # verbose=False: long texts are cut into rows here, so the warning about the model's context would be wrong.
-        ids = tokenizer(document.text, add_special_tokens=False, verbose=False)["input_ids"] + [tokenizer.eos_token_id]
-        sections = [1] * len(ids)
+        ids = np.append(_plain_ids(document.text, tokenizer, wanted), np.int32(tokenizer.eos_token_id))
+        sections = np.ones(len(ids), np.uint8)
     else:
         ids, sections = _encode_chat(document, tokenizer)
     check_ids(ids, tokenizer)
     return np.asarray(ids, np.int32), np.asarray(sections, np.uint8)
 
 
+def _plain_ids(text: str, tokenizer, wanted: int | None) -> np.ndarray:
+    """Token ids int32 [T] of a text, or at least the first `wanted` of them.
+
+    A tokenizer holds some 300 bytes for each token that it makes, so a long text is tokenised in windows. Two windows
+    overlap, and are joined where they agree; if they do not (a run of digits longer than the overlap), the first is
+    made longer. A slow tokenizer, which gives no character offsets, gets the whole text.
+    """
+    size = WINDOW if tokenizer.is_fast else len(text)
+    start, end, first = 0, size, 0  # the window, and its first token that is not in `found` yet
+    found, total = [], 0
+    ids, places = _window(text, start, end, tokenizer)
+    while end < len(text):
+        following = _window(text, end - OVERLAP, end - OVERLAP + size, tokenizer)
+        if (joint := _joint(ids, places, *following, end)) is None:
+            end += end - start
+            ids, places = _window(text, start, end, tokenizer)
+            continue
+        found.append(ids[first : joint[0]])
+        total += len(found[-1])
+        if wanted is not None and total >= wanted:
+            return np.concatenate(found)
+        start, end = end - OVERLAP, end - OVERLAP + size
+        (ids, places), first = following, joint[1]
+    return np.concatenate([*found, ids[first:]])
+
+
+def _window(text: str, start: int, end: int, tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids int32 [T] of a part of a text, and at which character of the text each begins, int64 [T]; zeros for a
+    slow tokenizer."""
+    # verbose=False: long texts are cut into rows here, so the warning about the model's context would be wrong.
+    done = tokenizer(text[start:end], add_special_tokens=False, verbose=False, return_offsets_mapping=tokenizer.is_fast)
+    ids = np.asarray(done["input_ids"], np.int32)
+    places = done.get("offset_mapping", [(0, 0)] * len(ids))
+    return ids, start + np.asarray(places, np.int64).reshape(-1, 2)[:, 0]
+
+
+def _joint(
+    ids: np.ndarray, places: np.ndarray, next_ids: np.ndarray, next_places: np.ndarray, end: int
+) -> tuple[int, int] | None:
+    """The numbers of a token in a window that ends at character `end` and in the next window, so that AGREE tokens
+    before and after it are the same at the same characters; None if there is none. The ends of the overlap, where text
+    is missing on one side, do not count."""
+    inner = slice(*np.searchsorted(places, (end - OVERLAP * 3 // 4, end - OVERLAP // 4)))
+    for place in np.unique(places[inner]):
+        here, there = np.searchsorted(places, place), np.searchsorted(next_places, place)
+        if here < AGREE or there < AGREE:
+            continue
+        near, beyond = slice(here - AGREE, here + AGREE), slice(there - AGREE, there + AGREE)
+        same = np.array_equal(ids[near], next_ids[beyond]) and np.array_equal(places[near], next_places[beyond])
+        if same and len(ids[near]) == 2 * AGREE:
+            return int(here), int(there)
+    return None
+
+
 def _encode_chat(document: Document, tokenizer) -> tuple[list[int], list[int]]:
     if not tokenizer.is_fast:
         raise UserError("completion masks need character offsets; use a fast tokenizer (one with a tokenizer.json)")
-    encoded = tokenizer(document.text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
-    ids = list(encoded["input_ids"])
+    ids, places = encoded(document.text, document.prompt, tokenizer)
     numbers = document.sections or (1,) * len(document.spans)
-    sections = _span_numbers(encoded["offset_mapping"], document.spans, numbers)
+    sections = _span_numbers(places, document.spans, numbers)
     ending = document.text.rstrip()  # ChatML ends with a newline after its EOS
     if not ending.endswith(tokenizer.eos_token):
         ids.append(tokenizer.eos_token_id)
-        sections.append(numbers[-1] * (document.spans[-1][1] >= len(ending)))  # if the last turn is the assistant's
+        is_answer = document.spans and document.spans[-1][1] >= len(ending)  # the last turn is the assistant's
+        sections.append(numbers[-1] if is_answer else 0)
     return ids, sections
 
 

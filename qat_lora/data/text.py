@@ -5,7 +5,7 @@ import io
 import json
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -21,8 +21,9 @@ PIECE = 2**14  # approximate length in characters of a piece of a long text
 
 
 def read_rows(
-    source: str, *, config: str | None = None, split: str = "train", streaming: bool = False, fix: str | None = None
-) -> Iterator[dict]:
+    source: str, *, config: str | None = None, split: str = "train", streaming: bool = False, fix: str | None = None,
+    columns: Collection[str] | None = None,
+) -> Iterator[dict]:  # fmt: skip
     """Open `source` and iterate over its rows, each a dict of columns.
 
     source is "embedded" (pydoc_data.topics, one {"text": ...} per topic in sorted key order), a local .txt, .jsonl or
@@ -30,23 +31,26 @@ def read_rows(
     <|endoftext|> separates texts in it, each non-empty text is a row, stripped. Separated texts and rows are read one
     at a time. Every string of a row, including nested ones, is in NFC. `config` and `streaming` apply only to hub
     datasets. If the hub cannot be reached, a dataset in the local cache is used.
-    fix: the fix to name in an error about the hub, for callers that also accept other sources.
+    fix: the fix to name in an error about the hub, for callers that also accept other sources. columns: those in use;
+    in .parquet files and hub datasets the others are not read, and are None in the rows [all].
     The first row is read at once, so that a bad source fails here and not at the first use of the iterator.
     Raises UserError for a source that is missing, unreadable or empty, for a malformed row (while iterating), and for
     a `split` other than "train" if the source has no splits, because train rows would then pass as held-out rows.
     """
-    rows = map(_in_nfc, _open(source, config, split, streaming, fix))
+    rows = map(_in_nfc, _open(source, config, split, streaming, fix, columns))
     first = next(rows, None)
     if first is None:
         raise UserError(f'"{source}" has no rows; choose another source')
     return chain([first], rows)
 
 
-def _open(source: str, config: str | None, split: str, streaming: bool, fix: str | None) -> Iterator[dict]:
+def _open(
+    source: str, config: str | None, split: str, streaming: bool, fix: str | None, columns: Collection[str] | None
+) -> Iterator[dict]:
     path = Path(source).expanduser()
     is_path = path.suffix.lower() in FILE_READERS or source.startswith(("/", "./", "../", "~")) or path.exists()
     if not is_path and source != EMBEDDED:
-        return _hub_rows(source, config, split, streaming, fix)
+        return _hub_rows(source, config, split, streaming, fix, columns)
     if split != "train":
         raise UserError(f'split="{split}" needs a hub dataset: "{source}" has no splits; leave split at "train"')
     if source == EMBEDDED:
@@ -57,7 +61,7 @@ def _open(source: str, config: str | None, split: str, streaming: bool, fix: str
     reader = FILE_READERS.get(path.suffix.lower())
     if reader is None:
         raise UserError(f'{path}: cannot read "{path.suffix}" files; supported: {_either(FILE_READERS)}')
-    return reader(path)
+    return reader(path, columns) if reader is _parquet_rows else reader(path)
 
 
 def nfc(text: str) -> str:
@@ -127,7 +131,8 @@ def _txt_rows(path: Path) -> Iterator[dict]:
             yield {"text": text}
         parts = []
     text = "".join(parts)
-    if text.strip():
+    del parts, part  # a file may be one long text
+    if text and not text.isspace():
         yield {"text": text.strip() if separated else text}
 
 
@@ -198,22 +203,43 @@ def _check_encoding(path: Path, start: bytes) -> None:
         raise UserError(f"{path} is encoded in {name}, not UTF-8; convert the file to UTF-8")
 
 
-def _parquet_rows(path: Path) -> Iterator[dict]:
+def _parquet_rows(path: Path, columns: Collection[str] | None = None) -> Iterator[dict]:
     import pyarrow
     from pyarrow import parquet
 
     try:
         with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS):
-                yield from batch.to_pylist()
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+            unread, used = _unread(file.schema_arrow.names, columns)
+            for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS, columns=used):
+                rows = batch.to_pylist() if used else [{}] * batch.num_rows
+                yield from (unread | _without_nulls(row) for row in rows)
+    except (pyarrow.ArrowException, OSError, ValueError, ArithmeticError, TypeError) as error:
         raise UserError(f"{path}: not a readable parquet file ({first_line(error)}); write it again") from error
+
+
+def _unread(names: list[str], columns: Collection[str] | None) -> tuple[dict[str, None], list[str]]:
+    """A row of None for the columns that are not in use, and the names of the others."""
+    used = [name for name in names if columns is None or name in columns]
+    return dict.fromkeys(name for name in names if name not in used), used
+
+
+def _without_nulls(row: dict) -> dict:
+    """A row without the keys that its objects, such as turns, only have because others of their column have them."""
+
+    def cleaned(value):
+        if isinstance(value, dict):
+            return {key: cleaned(inner) for key, inner in value.items() if inner is not None}
+        return [cleaned(inner) for inner in value] if isinstance(value, list) else value
+
+    return {name: cleaned(value) for name, value in row.items()}
 
 
 FILE_READERS = {".txt": _txt_rows, ".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
 
 
-def _hub_rows(source: str, config: str | None, split: str, streaming: bool, fix: str | None) -> Iterator[dict]:
+def _hub_rows(
+    source: str, config: str | None, split: str, streaming: bool, fix: str | None, columns: Collection[str] | None
+) -> Iterator[dict]:
     import datasets
     from huggingface_hub.errors import HTTPError
 
@@ -225,7 +251,9 @@ def _hub_rows(source: str, config: str | None, split: str, streaming: bool, fix:
     try:
         # offline, `datasets` goes straight to its cache instead of retrying the hub first
         datasets.config.HF_HUB_OFFLINE = before or fault is not None
-        yield from datasets.load_dataset(source, config, split=split, streaming=streaming)
+        found = datasets.load_dataset(source, config, split=split, streaming=streaming)
+        unread, used = _unread(found.column_names or [], columns)
+        yield from (unread | _without_nulls(row) for row in (found.select_columns(used) if unread and used else found))
     except (OSError, ValueError, RuntimeError, HTTPError, datasets.exceptions.DatasetsError) as error:
         # A ValueError means that a dataset was found (without the hub, in the cache) but not its split or config.
         reason = fault if fault and not isinstance(error, ValueError) else first_line(error)

@@ -28,6 +28,37 @@ def prompt_ids(tokenizer, text: str) -> list[int]:
     return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
 
+def encoded(text: str, prompt: int | None, tokenizer) -> tuple[list[int], list[tuple[int, int]]]:
+    """Token ids of a text, without BOS and EOS, and each token's range of characters; for a fast tokenizer.
+
+    prompt: characters of the text that are a prompt. Their tokens are those of the prompt alone, as in generation.
+    Usually the tokens of the whole text begin with those; if not ("Answer: " and "4", where " 4" is one token), the
+    rest is tokenised apart. Raises UserError if the tokenizer cannot do that, because it puts a space before a text.
+    """
+
+    def encode(part: str) -> tuple[list[int], list[tuple[int, int]]]:
+        # verbose=False: long texts are cut into rows later, so the warning about the model's context would be wrong.
+        done = tokenizer(part, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
+        return list(done["input_ids"]), list(done["offset_mapping"])
+
+    ids, places = encode(text)
+    if prompt is None or begins_with(ids, text[:prompt], tokenizer):
+        return ids, places
+    first, rest = encode(text[:prompt]), encode(text[prompt:])
+    if tokenizer.decode(first[0] + rest[0]) != tokenizer.decode(ids):
+        raise UserError(
+            f"the tokenizer joins the end of the prompt, {text[:prompt][-10:]!r}, with the answer, and cannot tokenise "
+            "the answer alone; remove the space from the end of the prompt or chat template"
+        )
+    return first[0] + rest[0], first[1] + [(prompt + start, prompt + end) for start, end in rest[1]]
+
+
+def begins_with(ids: list[int], prompt: str, tokenizer) -> bool:
+    """Whether the tokens of a text begin with those of a prompt, its beginning."""
+    own = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids[: len(own)] == own
+
+
 def special_tokens(tokenizer) -> set[str]:
     return {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
 

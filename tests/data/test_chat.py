@@ -122,12 +122,15 @@ def test_thinking_both_gives_two_renderings_or_one_if_they_are_equal(tiny_tokeni
     assert len(render_chat(SINGLE, indifferent, "both")) == 1
 
 
-def test_only_the_last_turn_is_a_target_if_the_template_rewrites_earlier_ones(tiny_tokenizer):
+def test_an_answer_that_the_template_rewrites_later_is_a_text_of_its_own(tiny_tokenizer):
     forgetful = with_template(tiny_tokenizer, FORGETFUL)
-    assert completions(render_one(MULTI, forgetful, "on")) == [NO_THOUGHT + "Six <|im_end|>"]
-    assert completions(render_one(MULTI, forgetful, "off")) == ["Six <|im_end|>"]
+    for thinking, thought in (("on", NO_THOUGHT), ("off", "")):
+        own, whole = render_chat(MULTI, forgetful, thinking)
+        assert [own] == render_chat(MULTI[:3], forgetful, thinking)
+        assert completions(own) == [thought + "It is 4.<|im_end|>"]
+        assert completions(whole) == [thought + "Six <|im_end|>"] and whole.text == render(MULTI, forgetful, True)
     thought = [*MULTI[:-1], {"role": "assistant", "content": "<think>\n3+3\n</think>\n\nSix"}]
-    assert completions(render_one(thought, forgetful, "on")) == ["<think>\n3+3\n</think>\n\nSix<|im_end|>"]
+    assert completions(render_chat(thought, forgetful, "on")[-1]) == ["<think>\n3+3\n</think>\n\nSix<|im_end|>"]
     assert "continuation of its own generation prompt" in fault(render_chat, thought, forgetful, "off")
     # One text, two prompts: the completion with thinking on includes the one with thinking off.
     assert render_chat(MULTI, forgetful, "both") == render_chat(MULTI, forgetful, "on")
@@ -224,5 +227,6 @@ def test_a_thought_that_the_template_drops_is_put_back(opening, answer):
     assert completions(render_one([SINGLE[0], answer], opening, "on")) == [put_back]
 
 
-def test_the_last_of_several_turns_continues_its_prompt(opening):
-    assert completions(render_one(MULTI, opening, "off")) == ["\n</think>\n\nSix <|im_end|>"]
+def test_every_of_several_turns_continues_its_prompt(opening):
+    found = [completions(document) for document in render_chat(MULTI, opening, "off")]
+    assert found == [["\n</think>\n\nIt is 4.<|im_end|>"], ["\n</think>\n\nSix <|im_end|>"]]

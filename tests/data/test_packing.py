@@ -4,12 +4,14 @@ import itertools
 import logging
 from copy import deepcopy
 from itertools import islice
+from pydoc_data.topics import topics
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from qat_lora.data import packing
 from qat_lora.data.chat import Document, documents
 from qat_lora.data.packing import Rows, fingerprint, pack, split_heldout, tokenizer_fingerprint
 from qat_lora.data.text import read_rows
@@ -147,3 +149,37 @@ def test_tokenizer_fingerprint_depends_on_ids_only(tiny_tokenizer):
     changed.eos_token = "<|im_start|>"
     grown.add_tokens(["<tool>"])
     assert expected not in (tokenizer_fingerprint(changed), tokenizer_fingerprint(grown))
+
+
+# -- long texts --------------------------------------------------------------------------------------------------------
+def spaced(tokenizer):
+    """The tokenizer with a space put in front of every text, as SentencePiece does."""
+    changed = deepcopy(tokenizer)
+    changed.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    return changed
+
+
+@pytest.mark.parametrize("change", [deepcopy, spaced])
+@pytest.mark.parametrize("text", [
+    "\n".join(topics[name] for name in sorted(topics)[:12]), "naïve 🙂 一二三 " * 3000, "1234567 " * 40 + "3" * 9000 + " end",
+    "word" * 5000, " " * 9000 + "x" + "\n" * 5000, "a  b\r\n\t" * 4000,
+], ids=["topics", "unicode", "digits", "letters", "spaces", "mixed"])  # fmt: skip
+def test_a_long_text_has_the_same_tokens_in_windows(tiny_tokenizer, monkeypatch, change, text):
+    tokenizer = change(tiny_tokenizer)
+    monkeypatch.setattr(packing, "WINDOW", 3000)
+    monkeypatch.setattr(packing, "OVERLAP", 600)
+    ids, sections = packing.encode(Document(text, None), tokenizer)
+    whole = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    assert ids.tolist() == [*whole, tokenizer.eos_token_id] and sections.all() and len(sections) == len(ids)
+    first, _ = packing.encode(Document(text, None), tokenizer, 100)
+    assert first[:100].tolist() == whole[:100]
+
+
+def test_ten_rows_of_a_long_text_do_not_tokenise_all_of_it(tiny_tokenizer, monkeypatch):
+    asked = []
+    window = packing._window
+    monkeypatch.setattr(packing, "_window", lambda *call: asked.append(call[2] - call[1]) or window(*call))
+    text = "All work and no play makes Jack a dull boy. " * 500_000  # 22 MB
+    rows = pack([Document(text, None)], tiny_tokenizer, 256, max_rows=10)
+    assert len(rows) == 10 and sum(asked) <= 3 * packing.WINDOW
+    assert torch.equal(rows.tokens, pack([Document(text[:50_000], None)], tiny_tokenizer, 256, max_rows=10).tokens)

@@ -119,7 +119,7 @@ def document(row: dict, tokenizer, thinks: bool = False) -> Document:
         raise UserError(f"row {row['id']}: the chat template changes the answer; use another one with --chat-template")
     inner = accumulate(len(part) + 1 for part in _parts(row)[:-1])  # a section begins after the line end before it
     edges = [start, *(at + place for place in inner), end]
-    return Document(rendered.text, tuple(pairwise(edges)), tuple(NUMBERS.values()))
+    return Document(rendered.text, tuple(pairwise(edges)), tuple(NUMBERS.values()), rendered.prompt)
 
 
 # -- scoring -----------------------------------------------------------------------------------------------------------

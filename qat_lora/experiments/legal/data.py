@@ -15,7 +15,7 @@ from qat_lora.data.supervised import (
 )
 from qat_lora.data.text import read_rows
 from qat_lora.errors import UserError
-from qat_lora.experiments.legal.answers import checked_rows, document, group, readable, same
+from qat_lora.experiments.legal.answers import NEEDED, checked_rows, document, group, readable, same
 from qat_lora.experiments.legal.authorities import Authorities
 from qat_lora.experiments.legal.rules import generate
 from qat_lora.experiments.legal.sections import NUMBERS
@@ -56,7 +56,7 @@ def legal_rows(dataset: str, split: str, count: int, seed: int) -> list[dict]:
     """The checked rows of a dataset, or `count` generated ones."""
     if dataset != GENERATED:
         fix = f'use "{GENERATED}" or a local .jsonl or .parquet file'
-        return checked_rows(list(read_rows(dataset, split=split, fix=fix)))
+        return checked_rows(list(read_rows(dataset, split=split, fix=fix, columns=NEEDED)))
     if split != "train":
         raise UserError(f"--dataset-split {split} needs a hub dataset: the generated one has no splits; use train")
     return checked_rows(list(generate(count, seed)))

@@ -196,7 +196,7 @@ def _pieces(source: str, most: int) -> Iterator[tuple[str, bool]]:
 
 
 def _row_parts(source: str) -> Iterator[str | None]:
-    for number, row in enumerate(read_rows(source)):
+    for number, row in enumerate(read_rows(source, columns=("text",))):
         where, text = f"{source} row {number}", row.get("text", row)
         if not isinstance(text, str | None):
             raise UserError(f'{where}: no text in column "text" (columns: {", ".join(row)}); rename or fix it')
