@@ -72,6 +72,7 @@ class _Pieces(TextIteratorStreamer):
             raise _Left
         self.last = int(value.flatten()[-1])
         super().put(value)
+        self.text_queue.put("")  # the reader's turn to leave, also while no text can be shown yet
 
 
 class _Left(Exception):
@@ -81,11 +82,15 @@ class _Left(Exception):
 class Stream:
     """The output of `complete`, piece by piece as it is generated; generation stops when the reader stops iterating.
 
-    rule: the remaining arguments of `complete`. ended: whether the completion stopped at an end token rather than the
+    rule: the remaining arguments of `complete`. turns: also yield "" for every token, so that a reader who waits for text
+    can leave between two tokens. ended: whether the completion stopped at an end token rather than the
     length limit; valid once the whole completion has been read. Iterating raises the errors of `complete`.
     """
 
-    def __init__(self, model: nn.Module, tokenizer, prompt: str | list[dict], backend: TorchBackend, **rule):
+    def __init__(
+        self, model: nn.Module, tokenizer, prompt: str | list[dict], backend: TorchBackend, turns=False, **rule
+    ):
+        self.turns = turns
         self.model, self.tokenizer, self.prompt, self.backend, self.rule = model, tokenizer, prompt, backend, rule
         self.ended = False
 
@@ -105,7 +110,7 @@ class Stream:
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         try:
-            yield from filter(None, pieces)
+            yield from pieces if self.turns else filter(None, pieces)
             if failed:
                 raise failed[0]
             self.ended = pieces.last in end_tokens(self.model, self.tokenizer)

@@ -128,10 +128,10 @@ def score(answers: Sequence[Answer], rows: Sequence[dict], authorities: Authorit
     """Rates with 95% intervals over answers to rows; a rate over nothing (e.g. no row has a figure) is left out.
 
     format: share of answers with five sections in order and an end. accuracy: among rows with a figure, share of
-    answers with the same figure; its "without_figure" is the number of rows that have none. citation_precision: share of cited authorities that the row's own response cites, too.
-    citation_recall: share of authorities in the rows' citation columns that the answers cite. invented: share of
-    answers that cite something found neither in the list nor in their row. The rows' own responses therefore always
-    score 1, 1 and 0 in the last three.
+    answers with the same figure; its "without_figure" is the number of rows that have none. citation_precision: share
+    of cited authorities that the row's own response cites, too. citation_recall: share of authorities in the rows'
+    citation columns that the answers cite. invented: share of answers that cite something found neither in the list nor
+    in their row. The rows' own responses therefore always score 1, 1 and 0 in the last three.
     """
     checkable = [(a, figure(row["answer"])) for a, row in zip(answers, rows) if figure(row["answer"])]
     cited = wanted = right = recalled = 0

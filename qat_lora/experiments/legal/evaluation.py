@@ -52,8 +52,8 @@ class LegalEvaluation:
         without = [row["id"] for row in self.questions if not figure(row["answer"])]
         if without and sampler.backend.is_main:
             say(
-                f"{len(without)} of {len(self.questions)} held-out rows have answers without a figure ({named(without)}): "
-                "accuracy leaves them out"
+                f"{len(without)} of {len(self.questions)} held-out rows have answers without a figure "
+                f"({named(without)}): accuracy leaves them out"
             )
 
     def answer(self, model: nn.Module, count: int) -> tuple[list[dict], list[Answer]]:
