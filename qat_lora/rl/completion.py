@@ -82,9 +82,9 @@ class _Left(Exception):
 class Stream:
     """The output of `complete`, piece by piece as it is generated; generation stops when the reader stops iterating.
 
-    rule: the remaining arguments of `complete`. turns: also yield "" for every token, so that a reader who waits for text
-    can leave between two tokens. ended: whether the completion stopped at an end token rather than the
-    length limit; valid once the whole completion has been read. Iterating raises the errors of `complete`.
+    rule: the remaining arguments of `complete`. turns: also yield "" for every token, so that a reader who waits for
+    text can leave between two tokens. ended: whether the completion stopped at an end token rather than the length
+    limit; valid once the whole completion has been read. Iterating raises the errors of `complete`.
     """
 
     def __init__(

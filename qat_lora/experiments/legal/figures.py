@@ -1,4 +1,4 @@
-"""The figures of a text, each in one canonical spelling with its unit: sums of money, percentages, dates and periods."""
+"""The figures of a text, each in one spelling and with its unit: sums of money, percentages, dates and periods."""
 
 import calendar
 import re
@@ -7,7 +7,8 @@ from decimal import Decimal
 from qat_lora.data.appearance import plain
 
 HALVES = str.maketrans({"¼": ".25", "½": ".5", "¾": ".75"})
-ONES = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"]  # fmt: skip
+ONES = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen",
+        "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"]  # fmt: skip
 TENS = ["ten", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 WORDS = {word: number for number, word in enumerate(ONES, 1)} | {word: 10 * n for n, word in enumerate(TENS, 1)}
 CURRENCIES = {"gbp": "£", "usd": "$", "us$": "$", "eur": "€", "pound": "£", "dollar": "$", "euro": "€"}
@@ -36,9 +37,9 @@ PART = re.compile(
 
 
 def figures(text: str) -> list[str]:
-    """The sums, percentages, dates and periods of a text, in order; equal figures have equal spellings: "£3 Million" and
-    "£3,000,000" are "£3000000.00", "the 3rd of May, 2027" is "3 May 2027", "Thirty Days" is "30 day", "8.50 per cent" is
-    "8.5%"."""
+    """The sums, percentages, dates and periods of a text, in order. Equal figures have equal spellings: "£3 Million" and
+    "£3,000,000" are "£3000000.00", "the 3rd of May, 2027" is "3 May 2027", "Thirty Days" is "30 day", "8.50 per cent"
+    is "8.5%"."""
     return [_canonical(match) for match in FIGURE.finditer(plain(text.translate(HALVES)))]
 
 
