@@ -136,10 +136,12 @@ def score(answers: Sequence[Answer], rows: Sequence[dict], authorities: Authorit
     checkable = [(a, figure(row["answer"])) for a, row in zip(answers, rows) if figure(row["answer"])]
     cited = wanted = right = recalled = 0
     for answer, row in zip(answers, rows):
-        said, gold = _cited(answer, authorities), Answer.read(response(row), True)
-        columns = _keys(authorities.in_section(gold.sections.get("citation", "")))
+        gold = Answer.read(response(row), True)
+        allowed = authorities.with_answer(gold)
+        said, best = (_keys(authorities.found(text, allowed)) for text in (answer, gold))
+        columns = _keys(authorities.in_section(gold.sections.get("citation", ""), allowed))
         cited, wanted = cited + len(said), wanted + len(columns)
-        right, recalled = right + len(said & _cited(gold, authorities)), recalled + len(said & columns)
+        right, recalled = right + len(said & best), recalled + len(said & columns)
     rates = {
         "format": rate(sum(answer.formatted for answer in answers), len(answers)),
         "accuracy": rate(sum(answer.figure() == gold for answer, gold in checkable), len(checkable))
@@ -153,13 +155,8 @@ def score(answers: Sequence[Answer], rows: Sequence[dict], authorities: Authorit
 
 def invented(answer: Answer, row: dict, authorities: Authorities) -> list[str]:
     """The authorities that an answer to a row cites and that are neither in the list nor in the row, sorted."""
-    _, allowed = authorities.found(Answer.read(response(row), True))
-    _, others = authorities.found(answer)
-    return sorted(name for own, name in others.items() if own not in allowed)
-
-
-def _cited(answer: Answer, authorities: Authorities) -> set[str]:
-    return _keys(authorities.found(answer))
+    _, others = authorities.found(answer, authorities.with_answer(Answer.read(response(row), True)))
+    return sorted(set(others.values()))
 
 
 def _keys(found: tuple[dict[str, str], dict[str, str]]) -> set[str]:
