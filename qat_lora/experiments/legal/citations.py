@@ -76,7 +76,28 @@ SHORTER = {"and": "&", "vs": "v", "versus": "v", "regina": "r", "rex": "r", "com
 DIGITS = {"I": 1, "V": 5, "X": 10, "L": 50, "C": 100}
 DEEPEST = 4  # maximum depth of nested places
 WIDEST = 100  # most places in a range that stands for each of them
-ROMANS = ["i", "ii", "iii", "iv", "v", "vi", "vii", "viii", "ix", "x", "xi", "xii", "xiii", "xiv", "xv", "xvi", "xvii", "xviii", "xix", "xx"]
+ROMANS = [
+    "i",
+    "ii",
+    "iii",
+    "iv",
+    "v",
+    "vi",
+    "vii",
+    "viii",
+    "ix",
+    "x",
+    "xi",
+    "xii",
+    "xiii",
+    "xiv",
+    "xv",
+    "xvi",
+    "xvii",
+    "xviii",
+    "xix",
+    "xx",
+]
 SERIES = {"statutoryinstrument": "si", "statutoryinstruments": "si", "publicl": "publ", "publaw": "publ",
           "publiclaw": "publ", "reg": "regulation", "dir": "directive"}  # fmt: skip
 # Words that end the name of a law: of one with a year, and of one with a place in it
@@ -172,6 +193,9 @@ def _report(found: list[Item], at: int) -> tuple[Item, int] | None:
     words: list[Item] = []
     while at < len(found) and len(words) < 7:
         item = found[at]
+        if words and re.fullmatch(r"r \d+", item.norm):  # "Cr App R 751" ends like a rule of court
+            words.append(replace(item, norm="r", big=True))
+            break
         if item.places or item.kind or not set(item.gap) <= set(" .'()" if words else " ,)]"):
             return None
         if "(" in item.gap and item.norm.isdecimal():  # 5 U.S. (1 Cranch) 137
@@ -197,7 +221,7 @@ def _report(found: list[Item], at: int) -> tuple[Item, int] | None:
     if not year and words[0].norm.title() in MONTHS.split("|"):
         return None
     page = found[at]
-    norm = f"{volume}{series or name} {page.norm}"
+    norm = f"{volume}{series or name} {page.norm.removeprefix('r ')}"
     return Item(norm, first.start, page.end, first.gap, True, (), "report", year), at + 1
 
 
@@ -429,6 +453,15 @@ def content(found: Sequence[Item]) -> list[Item]:
     return words[first:last]
 
 
+def _dated(found: Sequence[Item]) -> tuple[tuple[str, str], ...]:
+    """Reports with their years: the year after American reports, "384 U.S. 436, 86 S. Ct. 1602 (1966)", is that of all."""
+    reports, year = {}, ""
+    for item in reversed(found):
+        year = item.dated or (year if item.norm[0].isdecimal() else "")
+        reports[item.norm, year] = None
+    return tuple(reversed(reports))
+
+
 @dataclass(frozen=True, slots=True)
 class Citation:
     """What a text cites at one place: a law by its title, its number or both, and the places in it; or a case by its
@@ -446,7 +479,7 @@ class Citation:
     @classmethod
     def of(cls, found: Sequence[Item]) -> "Citation":
         """The citation that items form."""
-        reports = tuple(dict.fromkeys((item.norm, item.dated) for item in found if item.kind == "report"))
+        reports = _dated([item for item in found if item.kind == "report"])
         numbers = tuple(sorted({item.norm for item in found if item.kind == "law"}))
         first = next((at for at, item in enumerate(found) if item.kind == "report"), len(found))
         parties = content(found[:first]) if reports else []
@@ -571,7 +604,7 @@ def _grouped(found: Sequence[Item]) -> list[list[Item]]:
     whole = False  # whether the last group can stand alone
     for piece in pieces:
         alone = _whole(piece)
-        if groups and not (alone and (whole or _whole(groups[-1]))):
+        if groups and not (alone and (whole or _whole(groups[-1])) and not _goes_on(groups[-1], piece)):
             groups[-1] += piece
         else:
             groups.append(piece[1:] if groups and piece[0].norm == "&" else piece)
@@ -579,10 +612,19 @@ def _grouped(found: Sequence[Item]) -> list[list[Item]]:
     return groups
 
 
+def _goes_on(group: Sequence[Item], piece: Sequence[Item]) -> bool:
+    """Whether a piece of an entry continues the title of a law: "s 5 of the Police" and "and Criminal Evidence Act"."""
+    titled = any(item.norm in ENACTED | ADOPTED or item.norm == "v" or item.kind for item in group)
+    named = next((item for item in piece if item.norm != "&"), piece[0])
+    return group[0].places != () and not titled and not named.places and piece[0].norm == "&"
+
+
 def _whole(piece: Sequence[Item]) -> bool:
     """Whether a piece of an entry can stand alone: a place with a title, a case, or a statute with its year."""
     names = [
-        item for item in piece if item.norm[0].isalpha() and not item.places and item.norm not in OPENINGS | CONNECTORS
+        item
+        for item in piece
+        if item.norm[0].isalpha() and not item.places and not item.kind and item.norm not in OPENINGS | CONNECTORS
     ]
     norms = [item.norm for item in piece]
     if "v" in norms[1:-1] or (names and any(item.places for item in piece)):

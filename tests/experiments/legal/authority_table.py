@@ -129,9 +129,23 @@ def others() -> list[list[str]]:
                      f"Council {kind}{before} No {number}{after}, art {place}", f"{kind} {number}, Art. {place}",
                      f"art {place} {kind.upper()} {number}{after}"])  # fmt: skip
     for title, place in CODES:
-        made.append([f"{title} U.S.C. § {place}", f"{title} USC {place}", f"{title} U. S. C. § {place}", f"{title} U.S.C. {place}"])
+        made.append(
+            [
+                f"{title} U.S.C. § {place}",
+                f"{title} USC {place}",
+                f"{title} U. S. C. § {place}",
+                f"{title} U.S.C. {place}",
+            ]
+        )
     for title, place in RULES:
-        made.append([f"{title} C.F.R. § {place}", f"{title} CFR {place}", f"{title} C. F. R. § {place}", f"{title} CFR § {place}"])
+        made.append(
+            [
+                f"{title} C.F.R. § {place}",
+                f"{title} CFR {place}",
+                f"{title} C. F. R. § {place}",
+                f"{title} CFR § {place}",
+            ]
+        )
     return made + [
         ["UK GDPR, art 6(1)", "Article 6(1) of the UK GDPR", "art. 6(1) UK GDPR", "UK GDPR Art 6(1)"],
         ["ECHR, art 8", "Article 8 ECHR", "art. 8 of the ECHR", "ECHR Art 8"],
@@ -175,11 +189,24 @@ def invented(count: int = 120, seed: int = 0) -> list[str]:
             made.append(f"{a} v {b} {rng.choice((one, two))}")
             continue
         form = FORMS[len(made) * 4 // 5 % len(FORMS)]
-        made.append(form.format(year=rng.randrange(1970, 2024), n=rng.randrange(700, 999), m=rng.randrange(61, 99), name=name, other=other))
+        made.append(
+            form.format(
+                year=rng.randrange(1970, 2024),
+                n=rng.randrange(700, 999),
+                m=rng.randrange(61, 99),
+                name=name,
+                other=other,
+            )
+        )
     return made
 
 
-PROSE = ("The court relied on {} here.", "Step 2: Under {}, the claim fails.", "That follows from {}.", "See {}; the rest is fact.")
+PROSE = (
+    "The court relied on {} here.",
+    "Step 2: Under {}, the claim fails.",
+    "That follows from {}.",
+    "See {}; the rest is fact.",
+)
 
 
 def measure() -> tuple[dict[str, tuple[int, int]], tuple[int, int], list[str], list[str]]:
