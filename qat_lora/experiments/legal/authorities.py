@@ -22,6 +22,7 @@ from qat_lora.experiments.legal.sections import Answer
 
 END = ""  # key in the tree of titles: a title ends here
 LINKS = CONNECTORS | {"&", "for", "on", "or", "from", "application"}  # may occur in the name of a statute or a party
+ARTICLES = {"a", "an", "this", "that", "any", "such", "each", "no"}
 STATES = {"uk", "eu", "us", "usa", "un", "ec", "eea"}  # initials that name no law
 FAR = 30  # most items in a name, a report or a remark in brackets
 APART = set("\n;:?!")  # characters that end a citation
@@ -201,7 +202,7 @@ class _Reading:
         while at < len(self.items):
             end = self._title_end(at)
             at = self._listed(at, end) if end else at + 1
-        for find in (self._statute, self._case, self._code, self._number, self._acronym):
+        for find in (self._statute, self._case, self._code, self._number, self._acronym, self._signed):
             for at in range(len(self.items)):
                 if not self.taken[at]:
                     find(at)
@@ -312,23 +313,35 @@ class _Reading:
         dated = self._joined(year) and self.items[year].year and set(self.items[year].gap) <= set(" ,()[]")
         if not dated and opened:
             return
-        first = self._names_before(at)
-        end = self._numbered(year + 1 if dated else at + 1)
-        if first == at or (
-            not dated and item.norm not in ("act", *ADOPTED) and end == at + 1 and not self._touches(first, end)
-        ):
-            return
-        if self._places(first, end) is None and (dated or item.norm == "act" or end > at + 1):
-            self._take(first, end)
-
-    def _touches(self, first: int, end: int) -> bool:
-        """Whether a place stands right beside a title."""
-        return self._chain(end, 1) > end or self._chain(first, -1) < first
+        first, end = self._names_before(at), year + 1 if dated else at + 1
+        named = not all(word.norm in ARTICLES for word in self.items[first:at])
+        if item.norm in ADOPTED and self._joined(end) and self.items[end].norm in ("of", "on"):  # Treaty of Rome
+            before, end = end, self._names_after(end)
+            named |= end > before
+        far = self._numbered(end)
+        alone = dated or item.norm in ("act", "regulations", "rules") or far > end
+        if named and self._places(first, far) is None and alone:
+            self._take(first, far)
 
     def _code(self, at: int) -> None:
         """Record a section of the United States Code or the Code of Federal Regulations."""
         if self.items[at].norm in ("usc", "cfr") and at and self.items[at - 1].norm.isdecimal() and self._beside(at):
             self._places(at - 1, at + 1)
+
+    def _signed(self, at: int) -> None:
+        """Record a place with a section sign after an abbreviated name, such as Cal. Civ. Code § 1714."""
+        item, first = self.items[at], at
+        if not item.places or self.text[item.start] != "§":
+            return
+        while first and at - first < 8 and not self.taken[first - 1] and set(self.items[first].gap) <= set(" .,()"):
+            before = self.items[first - 1]
+            if before.places or not (before.big or before.norm in LINKS) or before.norm in OPENINGS - LINKS:
+                break
+            first -= 1
+        while first < at and not self.items[first].big:
+            first += 1
+        if first < at:
+            self._take(first, self._chain(at, 1))
 
     def _number(self, at: int) -> None:
         """Record a report or the number of a law that stands alone."""
@@ -363,7 +376,7 @@ class _Reading:
             self._take(first, self._report(end))
         elif item.norm == "re" and (item.big or (at and self.items[at - 1].norm == "in" and self.items[at - 1].big)):
             far = self._report(self._remark(end))
-            if far > end:
+            if far > end or not item.big:  # "In re" needs no report
                 self._take(at, far)
 
     def _remark(self, first: int) -> int:

@@ -6,6 +6,7 @@ such as s 5(1), reports such as [1976] QB 286, numbers such as SI 1998/1833); ev
 time linear in the length of the text.
 """
 
+import calendar
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ PLACES = {
     "para": ("para?|paragraph|¶", "paras|paragraphs|¶ ?¶"),
     "sch": ("sch|sched|schedule", "schedules"),
     "pt": ("pt|part", "pts|parts"),
+    "amend": ("amend|amendment", "amends|amendments"),
 }
 ONE, MANY = ("|".join(words) for words in zip(*PLACES.values()))
 # Rules of court, which are the same with and without their year
@@ -49,11 +51,12 @@ TOKEN = re.compile(
     rf"|(?P<several>rules|regulations) (?!{YEAR})(?P<numbers>{NUMBER}{FURTHER})"
     rf"|(?P<one>{ONE})(?:\. ?| ?)(?P<number>{NUMBER}{FURTHER}(?: (?:et|und|y) {NUMBER})*+)"
     rf"|(?P<article>art|article)\.? (?P<lettered>(?-i:[LRD])\.? ?{NUMBER})"  # of a French code
-    rf"|(?P<part>art|article|sch|schedule|pt|part)\.? (?P<roman>{ROMAN})"
+    rf"|(?P<part>art|article|sch|schedule|pt|part|amend|amendment)\.? (?P<roman>{ROMAN})"
     rf"|(?P<under>sub-?(?:sections?|sects?|ss?)|(?:sub-?)?(?:paragraphs?|paras?))\.?(?P<within>{BRACKET}++)"
     rf"|abs(?:atz)?\.? ?(?P<absatz>\d++[a-z]?)(?!{CHAR})"
     rf"|(?:u\.? ?s\.? ?c|c\.? ?f\.? ?r)\b\.? (?P<code>{NUMBER})"  # 42 USC 1983 is 42 U.S.C. § 1983
     rf"|(?:joined )?(?:cases? )?(?P<docket>[ctf]-\d++/\d\d)(?: ?p)?(?!{CHAR})"  # of the Court of Justice of the EU
+    rf"|app(?:lication|l)?\.? nos?\.? (?P<application>\d{{1,5}}/\d\d)(?!{CHAR})"  # to the European Court of Human Rights
     r"|(?:ecli ?: ?)?(?P<ecli>[a-z]{2}:[a-z]{1,7}:\d{4}:[a-z\d.]{1,25}(?<!\.))"
     rf"|(?P<series>(?:s|w\.? ?s|s\.? ?s)\.? ?i|s\.? ?r|statutory instruments?|pub(?:lic|\.)? ?l(?:aw|\.)?)\.?,? "
     rf"?(?:nos?\.? ?)?(?P<serial>\d{{2,4}}(?: ?[/-] ?|,? no\.? ?)\d{{1,4}})(?!{CHAR})"
@@ -161,7 +164,13 @@ def items(text: str) -> list[Item]:
 
 
 def _kind(match: re.Match) -> str:
-    return "report" if match["docket"] or match["ecli"] else "law" if match["serial"] or match["european"] else ""
+    return (
+        "report"
+        if match["docket"] or match["application"] or match["ecli"]
+        else "law"
+        if match["serial"] or match["european"]
+        else ""
+    )
 
 
 def _with_reports(found: list[Item]) -> list[Item]:
@@ -218,9 +227,9 @@ def _report(found: list[Item], at: int) -> tuple[Item, int] | None:
     short = all((item.big or item.norm == "&" or item.norm[0].isdecimal()) and len(item.norm) < 7 for item in words)
     if not ((series and (words[0].big or (len(name) > 1 and year))) or (year and short)):
         return None
-    if not year and words[0].norm.title() in MONTHS.split("|"):
-        return None
     page = found[at]
+    if not year and page.year and words[0].norm[:3].title() in calendar.month_abbr:  # a date
+        return None
     norm = f"{volume}{series or name} {page.norm.removeprefix('r ')}"
     return Item(norm, first.start, page.end, first.gap, True, (), "report", year), at + 1
 
@@ -275,8 +284,8 @@ def _read(match: re.Match) -> list[tuple[str, tuple[str, ...], int, int]]:
     start, end = match.span()
     places = _places(match)
     norm = " ".join(places) or _norm(match["within"] or (f"({match['absatz']})" if match["absatz"] else match[0]))
-    if match["docket"] or match["ecli"]:
-        return [(folded(match["docket"] or match["ecli"]), (), start, end)]
+    if match["docket"] or match["application"] or match["ecli"]:
+        return [(folded(match["docket"] or match["application"] or match["ecli"]), (), start, end)]
     if match["serial"] or match["european"]:
         series = re.sub("[. ]", "", folded(match["series"] or match["union"]))
         number = "/".join(re.findall(r"\d+", match["serial"] or match["european"]))
