@@ -184,7 +184,7 @@ def _resolved(citation: Citation, name: str, known: Known, mine: dict[str, str],
     an authority."""
     right, wrong = known.resolve(citation)
     if citation.bare:
-        right, wrong = {own for own in right if own in citation.keys()}, ()
+        right, wrong = right.intersection(citation.keys()), ()
     mine |= dict.fromkeys(right, name)
     for key in wrong:
         others.setdefault(key, name)

@@ -56,7 +56,7 @@ TOKEN = re.compile(
     rf"|abs(?:atz)?\.? ?(?P<absatz>\d++[a-z]?)(?!{CHAR})"
     rf"|(?:u\.? ?s\.? ?c|c\.? ?f\.? ?r)\b\.? (?P<code>{NUMBER})"  # 42 USC 1983 is 42 U.S.C. § 1983
     rf"|(?:joined )?(?:cases? )?(?P<docket>[ctf]-\d++/\d\d)(?: ?p)?(?!{CHAR})"  # of the Court of Justice of the EU
-    rf"|app(?:lication|l)?\.? nos?\.? (?P<application>\d{{1,5}}/\d\d)(?!{CHAR})"  # to the European Court of Human Rights
+    rf"|app(?:lication|l)?\.? nos?\.? (?P<application>\d{{1,5}}/\d\d)(?!{CHAR})"  # to the Court at Strasbourg
     r"|(?:ecli ?: ?)?(?P<ecli>[a-z]{2}:[a-z]{1,7}:\d{4}:[a-z\d.]{1,25}(?<!\.))"
     rf"|(?P<series>(?:s|w\.? ?s|s\.? ?s)\.? ?i|s\.? ?r|statutory instruments?|pub(?:lic|\.)? ?l(?:aw|\.)?)\.?,? "
     rf"?(?:nos?\.? ?)?(?P<serial>\d{{2,4}}(?: ?[/-] ?|,? no\.? ?)\d{{1,4}})(?!{CHAR})"
@@ -117,7 +117,7 @@ EMPHASIS = "*_"
 class Item:
     """A word of a text, or one or more places in an authority. norm: the form used in comparisons; start, end:
     character range in the text; gap: the text between the previous item and this one; big: begins with a capital; kind:
-    "report" or "law" (the number of a law, such as SI 1998/1833), empty for words and places; dated: year of a report."""
+    "report" or "law" (the number of a law, such as SI 1998/1833), else empty; dated: the year of a report."""
 
     norm: str
     start: int
@@ -463,7 +463,8 @@ def content(found: Sequence[Item]) -> list[Item]:
 
 
 def _dated(found: Sequence[Item]) -> tuple[tuple[str, str], ...]:
-    """Reports with their years: the year after American reports, "384 U.S. 436, 86 S. Ct. 1602 (1966)", is that of all."""
+    """Reports with their years; the year after American reports, "384 U.S. 436, 86 S. Ct. 1602 (1966)", is that of
+    all."""
     reports, year = {}, ""
     for item in reversed(found):
         year = item.dated or (year if item.norm[0].isdecimal() else "")

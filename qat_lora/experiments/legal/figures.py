@@ -37,9 +37,8 @@ PART = re.compile(
 
 
 def figures(text: str) -> list[str]:
-    """The sums, percentages, dates and periods of a text, in order. Equal figures have equal spellings: "£3 Million" and
-    "£3,000,000" are "£3000000.00", "the 3rd of May, 2027" is "3 May 2027", "Thirty Days" is "30 day", "8.50 per cent"
-    is "8.5%"."""
+    """The sums, percentages, dates and periods of a text, in order. Equal figures have equal spellings: "£3 Million"
+    and "£3,000,000" are "£3000000.00", "the 3rd of May, 2027" is "3 May 2027", "Thirty Days" is "30 day"."""
     return [_canonical(match) for match in FIGURE.finditer(plain(text.translate(HALVES)))]
 
 
