@@ -7,17 +7,17 @@ from dataclasses import replace
 from qat_lora.experiments.legal.citations import (
     ADOPTED,
     CONNECTORS,
-    COURTS,
     ENACTED,
     OPENINGS,
     Citation,
-    Item,
+    Known,
     case_title,
     content,
     entries,
-    items,
     written,
 )
+from qat_lora.experiments.legal.items import COURTS, items
+from qat_lora.experiments.legal.reports import Item
 from qat_lora.experiments.legal.sections import Answer
 
 END = ""  # key in the tree of titles: a title ends here
@@ -26,52 +26,6 @@ ARTICLES = {"a", "an", "this", "that", "any", "such", "each", "no"}
 STATES = {"uk", "eu", "us", "usa", "un", "ec", "eea"}  # initials that name no law
 FAR = 30  # most items in a name, a report or a remark in brackets
 APART = set("\n;:?!")  # characters that end a citation
-
-
-class Known:
-    """Which spellings stand for which authority. above: what else is known."""
-
-    def __init__(self, above: "Known | None" = None):
-        self.above = above
-        self.full: dict[str, str] = {}
-        self.short: dict[str, set[str]] = defaultdict(set)
-
-    def add(self, citation: Citation) -> None:
-        """Learn what a citation says: which reports are of one case, and which title and number of one law."""
-        for own, full, short in citation.ways():
-            own = next((known for way in sorted(full) if self.named(way) and (known := self.of(way))), own)
-            for way in full:
-                self.full.setdefault(way, own)
-            for way in short:
-                self.short[way].add(own)
-
-    @staticmethod
-    def named(key: str) -> bool:
-        """Whether a key names parties or a law, and not only a report."""
-        return not key.startswith(" | ")
-
-    def of(self, key: str) -> str | None:
-        """The authority that a key stands for; None if it is unknown or, for a short spelling, not the only one."""
-        if key in self.full:
-            return self.full[key]
-        if self.above and (own := self.above.of(key)):
-            return own
-        return next(iter(self.short[key])) if len(self.short.get(key, ())) == 1 else None
-
-    def resolve(self, citation: Citation) -> tuple[set[str], set[str]]:
-        """(known authorities, unknown keys) of a citation. A case is unknown as a whole if one of its reports is, or if
-        they are of different cases."""
-        keys = citation.keys()
-        owners = {key: self.of(key) for key in keys}
-        if citation.case:
-            whole = len(set(owners.values())) == 1 and None not in owners.values()
-            return (set(owners.values()), set()) if whole else (set(), {citation.key})
-        for key in keys if citation.title and citation.numbers else ():
-            place = key.partition(" | ")[2]
-            by_number = {self.of(f"{number} | {place}".removesuffix(" | ")) for number in citation.numbers} - {None}
-            if by_number and by_number != {owners[key]}:  # the number of another law
-                owners[key] = None
-        return {own for own in owners.values() if own}, {key for key, own in owners.items() if not own}
 
 
 class Authorities:
