@@ -207,7 +207,7 @@ class _Reading:
 
     def _numbered(self, at: int) -> int:
         """The end of the number of a law, such as (SI 1998/1833), that follows its title."""
-        return at + 1 if at < len(self.items) and self.items[at].kind == "law" and self._near(at) else at
+        return at + 1 if at < len(self.items) and self.items[at].role == "law" and self._near(at) else at
 
     def _places(self, first: int, end: int) -> int | None:
         """Record a title with the places that follow it, or else those that precede it; returns where the citation
@@ -258,7 +258,7 @@ class _Reading:
             return
         opened = False
         if (
-            self._joined(year) and self.items[year].gap.strip() == "(" and not self.items[year].kind
+            self._joined(year) and self.items[year].gap.strip() == "(" and not self.items[year].role
         ):  # a remark in brackets, unless it is the year
             while (
                 year < at + FAR and self._joined(year) and not self.items[year].year and ")" not in self.items[year].gap
@@ -299,10 +299,10 @@ class _Reading:
 
     def _number(self, at: int) -> None:
         """Record a report or the number of a law that stands alone."""
-        if self.items[at].kind == "law":
+        if self.items[at].role == "law":
             if self._places(at, at + 1) is None:
                 self._take(at, at + 1)
-        elif self.items[at].kind == "report":
+        elif self.items[at].role == "report":
             self._take(at, self._report(at + 1))
 
     def _acronym(self, at: int) -> None:
@@ -382,7 +382,7 @@ class _Reading:
     def _report(self, first: int) -> int:
         """The end of the reports that follow an item, or of a year in brackets."""
         at = first
-        while self._joined(at) and self.items[at].kind == "report" and set(self.items[at].gap) <= set(" ,.()[]="):
+        while self._joined(at) and self.items[at].role == "report" and set(self.items[at].gap) <= set(" ,.()[]="):
             at += 1
         if at == first and self._joined(at) and self.items[at].year and self.items[at].gap.strip(" ,") in ("(", "["):
             at += 1

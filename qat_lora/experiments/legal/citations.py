@@ -28,10 +28,10 @@ def content(found: Sequence[Item]) -> list[Item]:
     words: list[Item] = []
     beside = False
     for item in found:
-        if item.kind or item.norm in FELLOWS:
+        if item.role or item.norm in FELLOWS:
             while words and item.norm in FELLOWS and words[-1].norm == "&":
                 words.pop()
-            beside = bool(item.kind)
+            beside = bool(item.role)
         elif item.places:
             while words and words[-1].norm in CONNECTORS:
                 words.pop()
@@ -74,9 +74,9 @@ class Citation:
     @classmethod
     def of(cls, found: Sequence[Item]) -> "Citation":
         """The citation that items form."""
-        reports = _dated([item for item in found if item.kind == "report"])
-        numbers = tuple(sorted({item.norm for item in found if item.kind == "law"}))
-        first = next((at for at, item in enumerate(found) if item.kind == "report"), len(found))
+        reports = _dated([item for item in found if item.role == "report"])
+        numbers = tuple(sorted({item.norm for item in found if item.role == "law"}))
+        first = next((at for at, item in enumerate(found) if item.role == "report"), len(found))
         parties = content(found[:first]) if reports else []
         words = parties if any(not item.year for item in parties) else content(found)
         years = tuple(sorted({item.norm for item in words if item.year}))
@@ -132,7 +132,7 @@ class Citation:
 
 def case_title(found: Sequence[Item]) -> list[Item] | None:
     """The parties of a case, without its report; None if this is not a case."""
-    words = content(found[: next((at for at, item in enumerate(found) if item.kind == "report"), len(found))])
+    words = content(found[: next((at for at, item in enumerate(found) if item.role == "report"), len(found))])
     at = next((at for at, item in enumerate(words) if item.norm == "v" and at), None)
     if at is None:
         return None
@@ -209,7 +209,7 @@ def _grouped(found: Sequence[Item]) -> list[list[Item]]:
 
 def _goes_on(group: Sequence[Item], piece: Sequence[Item]) -> bool:
     """Whether a piece of an entry continues the title of a law: "s 5 of the Police" and "and Criminal Evidence Act"."""
-    titled = any(item.norm in ENACTED | ADOPTED or item.norm == "v" or item.kind for item in group)
+    titled = any(item.norm in ENACTED | ADOPTED or item.norm == "v" or item.role for item in group)
     named = next((item for item in piece if item.norm != "&"), piece[0])
     return group[0].places != () and not titled and not named.places and piece[0].norm == "&"
 
@@ -219,7 +219,7 @@ def _whole(piece: Sequence[Item]) -> bool:
     names = [
         item
         for item in piece
-        if item.norm[0].isalpha() and not item.places and not item.kind and item.norm not in OPENINGS | CONNECTORS
+        if item.norm[0].isalpha() and not item.places and not item.role and item.norm not in OPENINGS | CONNECTORS
     ]
     norms = [item.norm for item in piece]
     if "v" in norms[1:-1] or (names and any(item.places for item in piece)):

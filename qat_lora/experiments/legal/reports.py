@@ -41,7 +41,7 @@ def reporter(name: str) -> str | None:
 @dataclass(frozen=True, slots=True)
 class Item:
     """A word of a text, or one or more places in an authority. norm: the form used in comparisons; start, end:
-    character range in the text; gap: the text between the previous item and this one; big: begins with a capital; kind:
+    character range in the text; gap: the text between the previous item and this one; big: begins with a capital; role:
     "report" or "law" (the number of a law, such as SI 1998/1833), else empty; dated: the year of a report."""
 
     norm: str
@@ -50,7 +50,7 @@ class Item:
     gap: str
     big: bool
     places: tuple[str, ...] = ()
-    kind: str = ""
+    role: str = ""
     dated: str = ""
 
     @property
@@ -69,7 +69,7 @@ def with_reports(found: list[Item]) -> list[Item]:
     at = 0
     while at < len(found):
         item, end = found[at], at + 1
-        if (report := _report(found, at)) or item.kind == "report":
+        if (report := _report(found, at)) or item.role == "report":
             item, end = report or (item, end)
             item, end = _suffixed(found, item, end)
         merged.append(item)
@@ -95,7 +95,7 @@ def _report(found: list[Item], at: int) -> tuple[Item, int] | None:
         if words and re.fullmatch(r"r \d+", item.norm):  # "Cr App R 751" ends like a rule of court
             words.append(replace(item, norm="r", big=True))
             break
-        if item.places or item.kind or not set(item.gap) <= set(" .'()" if words else " ,)]"):
+        if item.places or item.role or not set(item.gap) <= set(" .'()" if words else " ,)]"):
             return None
         if "(" in item.gap and item.norm.isdecimal():  # 5 U.S. (1 Cranch) 137
             at = next((end for end in range(at + 1, min(at + 5, len(found))) if ")" in found[end].gap), len(found))

@@ -1,3 +1,4 @@
+# ruff: noqa: E501, RUF005
 """How well authorities are recognised: 120 authorities and as many invented ones, written by hand in several spellings.
 
     PYTHONPATH=. python tests/experiments/legal/authority_table.py     (prints the table of docs/cot-sft.md)

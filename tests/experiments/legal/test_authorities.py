@@ -1,4 +1,5 @@
-"""Authorities: a case with several reports is one, lists and ranges are their places, and inventions are seen in prose."""
+"""Authorities: several reports of a case are one, lists are their places, inventions are seen in prose."""
+# ruff: noqa: E501
 
 from collections import Counter
 
