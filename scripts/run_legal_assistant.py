@@ -96,7 +96,7 @@ def main(cfg: Config) -> None:
 
     def ask(question: str) -> Stream:
         return Stream(
-            model, tokenizer, messages(question), backend, max_new_tokens=cfg.max_new_tokens,
+            model, tokenizer, messages(question), backend, turns=cfg.web, max_new_tokens=cfg.max_new_tokens,
             temperature=cfg.temperature, top_p=cfg.top_p, thinking=thinks,
         )  # fmt: skip
 

@@ -115,13 +115,17 @@ class _Left(Exception):
 class Stream:
     """The output of `complete`, piece by piece as it is generated; generation stops when the reader stops iterating.
 
-    rule: the remaining arguments of `complete`. text, ended: the completion, and whether it stopped at an end token
-    rather than the length limit; valid once all pieces have been read. Iterating raises the errors of `complete`.
+    rule: the remaining arguments of `complete`. turns: also yield "" for a token that shows no text yet, so that a
+    reader can leave between any two tokens. text, ended: the completion, and whether it stopped at an end token rather
+    than the length limit; valid once all pieces have been read. Iterating raises the errors of `complete`.
     """
 
     left = False  # whether the reader has stopped iterating
 
-    def __init__(self, model: nn.Module, tokenizer, prompt: str | list[dict], backend: TorchBackend, **rule):
+    def __init__(
+        self, model: nn.Module, tokenizer, prompt: str | list[dict], backend: TorchBackend, turns: bool = False, **rule
+    ):
+        self.turns = turns
         self.model, self.tokenizer, self.prompt, self.backend, self.rule = model, tokenizer, prompt, backend, rule
         self.text, self.ended = "", False
 
@@ -148,7 +152,8 @@ class Stream:
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         try:
-            yield from filter(None, iter(waiting.get, None))
+            pieces = iter(waiting.get, None)
+            yield from pieces if self.turns else filter(None, pieces)
             if failed:
                 raise failed[0]
         finally:

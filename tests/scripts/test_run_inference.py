@@ -258,6 +258,13 @@ def test_generation_stops_when_the_stream_is_no_longer_read(model, tokenizer, ba
     assert 0 < len(calls) <= 50
 
 
+def test_a_stream_with_turns_yields_at_every_token(model, tokenizer, backend, monkeypatch):
+    monkeypatch.setattr(completion._Pieces, "on_finalized_text", lambda pieces, text, stream_end=False: (
+        pieces.text_queue.put(pieces.stop_signal) if stream_end else None))  # text that is held back  # fmt: skip
+    assert list(Stream(model, tokenizer, PROMPT, backend, turns=True, max_new_tokens=9)).count("") >= 9
+    assert list(Stream(model, tokenizer, PROMPT, backend, max_new_tokens=9)) == []
+
+
 # -- the script -----------------------------------------------------------------------------------------------------
 def test_streamed_text_equals_the_completion(infer, model, tokenizer, model_dir):
     ((label, text),) = infer("--prompt", PROMPT)

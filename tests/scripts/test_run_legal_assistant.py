@@ -5,6 +5,8 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
+import time
 import urllib.request
 from io import StringIO
 from pathlib import Path
@@ -273,6 +275,36 @@ def test_the_page_shows_an_answer_with_its_verdict(address, browser, ask):
     assert "207, 34, 46" in color, "faults are red"
     loaded = browser.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
     assert loaded and all(name.startswith((address, "data:", "blob:")) for name in loaded), "from other hosts"
+
+
+def test_closing_the_page_stops_an_answer_that_has_no_text_to_show_yet():
+    """A page that is closed is noticed at the next piece, so every token has to be one."""
+    left = threading.Event()
+
+    class Silent:
+        ended = False
+
+        def __iter__(self):
+            try:
+                while True:
+                    time.sleep(0.05)
+                    yield ""
+            finally:
+                left.set()
+
+    blocks = page(lambda question: Silent(), Authorities([]), "", False)
+    blocks.launch(server_port=free_port(), prevent_thread_lock=True, quiet=True)
+    try:
+        api = f"{blocks.local_url}gradio_api"
+        number = next(number for number, event in blocks.fns.items() if event.name == "answered")
+        data = json.dumps({"data": ["Until when?"], "fn_index": number, "session_hash": "a"}).encode()
+        urllib.request.urlopen(urllib.request.Request(f"{api}/queue/join", data, {"Content-Type": "application/json"}))
+        with urllib.request.urlopen(f"{api}/queue/data?session_hash=a", timeout=PATIENCE) as shown:
+            while b"thinking" not in shown.readline():
+                pass
+        assert left.wait(PATIENCE)
+    finally:
+        blocks.close()
 
 
 def test_the_api_refuses_a_null_question(address):

@@ -11,8 +11,9 @@ from qat_lora.data.supervised import named, without_figures
 from qat_lora.data.text import nfc
 from qat_lora.errors import UserError
 from qat_lora.experiments.legal.authorities import Authorities
+from qat_lora.experiments.legal.figures import figure
 from qat_lora.experiments.legal.rules import WHO
-from qat_lora.experiments.legal.sections import NUMBERS, SECTIONS, Answer, figure
+from qat_lora.experiments.legal.sections import NUMBERS, SECTIONS, Answer
 from qat_lora.train.intervals import rate
 
 COLUMNS = {"topic": "topic", "difficulty": "difficulty", "reasoning": "reasoning", "answer": "answer",
@@ -127,21 +128,24 @@ def score(answers: Sequence[Answer], rows: Sequence[dict], authorities: Authorit
     """Rates with 95% intervals over answers to rows; a rate over nothing (e.g. no row has a figure) is left out.
 
     format: share of answers with five sections in order and an end. accuracy: among rows with a figure, share of
-    answers with the same figure. citation_precision: share of cited authorities that the row's own response cites, too.
-    citation_recall: share of authorities in the rows' citation columns that the answers cite. invented: share of
-    answers that cite something found neither in the list nor in their row. The rows' own responses therefore always
-    score 1, 1 and 0 in the last three.
+    answers with the same figure; its "without_figure" is the number of rows that have none. citation_precision: share
+    of cited authorities that the row's own response cites, too. citation_recall: share of authorities in the rows'
+    citation columns that the answers cite. invented: share of answers that cite something found neither in the list nor
+    in their row. The rows' own responses therefore always score 1, 1 and 0 in the last three.
     """
     checkable = [(a, figure(row["answer"])) for a, row in zip(answers, rows) if figure(row["answer"])]
     cited = wanted = right = recalled = 0
     for answer, row in zip(answers, rows):
-        said, gold = _cited(answer, authorities), Answer.read(response(row), True)
-        columns = _keys(authorities.in_section(gold.sections.get("citation", "")))
+        gold = Answer.read(response(row), True)
+        allowed = authorities.with_answer(gold)
+        said, best = (_keys(authorities.found(text, allowed)) for text in (answer, gold))
+        columns = _keys(authorities.in_section(gold.sections.get("citation", ""), allowed))
         cited, wanted = cited + len(said), wanted + len(columns)
-        right, recalled = right + len(said & _cited(gold, authorities)), recalled + len(said & columns)
+        right, recalled = right + len(said & best), recalled + len(said & columns)
     rates = {
         "format": rate(sum(answer.formatted for answer in answers), len(answers)),
-        "accuracy": rate(sum(answer.figure() == gold for answer, gold in checkable), len(checkable)),
+        "accuracy": rate(sum(answer.figure() == gold for answer, gold in checkable), len(checkable))
+        | {"without_figure": len(rows) - len(checkable)},
         "citation_precision": rate(right, cited),
         "citation_recall": rate(recalled, wanted),
         "invented": rate(sum(bool(invented(a, row, authorities)) for a, row in zip(answers, rows)), len(answers)),
@@ -151,13 +155,8 @@ def score(answers: Sequence[Answer], rows: Sequence[dict], authorities: Authorit
 
 def invented(answer: Answer, row: dict, authorities: Authorities) -> list[str]:
     """The authorities that an answer to a row cites and that are neither in the list nor in the row, sorted."""
-    _, allowed = authorities.found(Answer.read(response(row), True))
-    _, others = authorities.found(answer)
-    return sorted(name for own, name in others.items() if own not in allowed)
-
-
-def _cited(answer: Answer, authorities: Authorities) -> set[str]:
-    return _keys(authorities.found(answer))
+    _, others = authorities.found(answer, authorities.with_answer(Answer.read(response(row), True)))
+    return sorted(set(others.values()))
 
 
 def _keys(found: tuple[dict[str, str], dict[str, str]]) -> set[str]:

@@ -1,79 +1,56 @@
 """A closed list of authorities, and which authorities an answer cites from the list and outside it."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from qat_lora.experiments.legal.citations import (
+    ADOPTED,
     CONNECTORS,
-    COURTS,
     ENACTED,
     OPENINGS,
-    Item,
+    Citation,
+    Known,
     case_title,
-    citations,
     content,
     entries,
-    items,
-    key,
-    single_places,
-    without_year,
     written,
 )
+from qat_lora.experiments.legal.items import COURTS, items
+from qat_lora.experiments.legal.reports import Item
 from qat_lora.experiments.legal.sections import Answer
 
 END = ""  # key in the tree of titles: a title ends here
 LINKS = CONNECTORS | {"&", "for", "on", "or", "from", "application"}  # may occur in the name of a statute or a party
+ARTICLES = {"a", "an", "this", "that", "any", "such", "each", "no"}
+STATES = {"uk", "eu", "us", "usa", "un", "ec", "eea"}  # initials that name no law
 FAR = 30  # most items in a name, a report or a remark in brackets
 APART = set("\n;:?!")  # characters that end a citation
 
 
 class Authorities:
-    """A closed list of citable authorities, found in texts in any spelling: two spellings with the same `citations.key`
-    are one authority, named by its most frequent spelling.
+    """A closed list of citable authorities, found in texts in any spelling. An authority is a place in a law, a law, or
+    a case with all its reports; it is named by its most frequent spelling.
 
-    An authority is a title (an Act, Rules, a case), usually with a place in it or a report. names: one per authority.
+    names: the spellings, each of one or more authorities.
     """
 
     def __init__(self, names: Iterable[str]):
         """names: citations or whole citation sections; an authority may occur any number of times."""
-        spellings: dict[str, Counter] = defaultdict(Counter)
-        for name in names:
-            for own, spelled in citations(name).items():
-                spellings[own][spelled] += 1
-        self.listed = {own: found.most_common(1)[0][0] for own, found in spellings.items()}
-        self.bare = self._only(case_title)
-        self.undated = self._only(without_year)
-        self.listed = {
-            own: spelled for own, spelled in self.listed.items() if own not in self.bare and own not in self.undated
-        }
-        self.names = tuple(self.listed.values())
-        self.titles: dict = {}
-        self.several: dict[str, set[str]] = {}  # for an authority with several places: the key of each place
-        for own, name in self.listed.items():
-            found = items(name)
-            self._plant(found)
-            if apart := single_places(content(found), [item for item in found if item.places]):
-                self.several[own] = set(map(key, apart))
-
-    def _only(self, shortened: Callable) -> dict[str, str]:
-        """Partly cited cases: the key of a case without its report, or without its year → the key of the only case in
-        the list that matches."""
-        cases = defaultdict(set)
-        for own, spelled in self.listed.items():
-            part = shortened(items(spelled))
-            if part and key(part) != own:
-                cases[key(part)].add(own)
-        return {part: own for part, (own, *more) in cases.items() if not more}
-
-    def _gathered(self, known: dict[str, str], others: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-        """The given authorities, with "s 5; s 6" merged into "ss 5 and 6" if that is in the list."""
-        for own, parts in self.several.items():
-            if parts <= known.keys() | others.keys():
-                known, others = (
-                    {part: name for part, name in found.items() if part not in parts} for found in (known, others)
-                )
-                known[own] = self.listed[own]
-        return known, others
+        groups = [(Citation.of(group), written(entry, group)) for name in names for entry, group in _groups(name)]
+        self.known, self.titles = Known(), {}
+        spelled: dict[str, Counter] = defaultdict(Counter)
+        fullest: dict[str, tuple] = {}
+        # the fullest first, so that shorter spellings are recognised and give no name
+        for citation, name in sorted(groups, key=lambda group: _fullness(group[0]), reverse=True):
+            if self.known.resolve(citation)[1]:
+                self.known.add(citation)
+                self._plant(items(name))
+            for own in self.known.resolve(citation)[0]:
+                if fullest.setdefault(own, _fullness(citation)) == _fullness(citation):
+                    spelled[own][name] += 1
+        self.listed = {own: names.most_common(1)[0][0] for own, names in spelled.items()}
+        self.names = tuple(dict.fromkeys(self.listed.values()))
 
     def _plant(self, name: Sequence[Item]) -> None:
         """Add a title to the tree that finds titles in running text. A title without a number that is not a case is
@@ -81,47 +58,90 @@ class Authorities:
         title = case_title(name)
         if not title and not any(sign.isdecimal() for item in name for sign in item.norm):
             return
-        node = self.titles
-        for item in title or content(name):
-            node = node.setdefault(item.norm, {})
-        node[END] = True
+        title = title or content(name)
+        undated = [item for item in title if not item.year]
+        for words in (title, undated if undated and undated[-1].norm in ENACTED and len(undated) > 1 else ()):
+            node = self.titles
+            for item in words:
+                node = node.setdefault(item.norm, {})
+            if words:
+                node[END] = True
 
     def cited(self, answer: Answer) -> tuple[set[str], set[str]]:
         """(names in the list, other names) that an answer cites: every entry of its citation section and, in the other
-        sections, everything that looks like a statute, a case or a place in a title of the list. In the other sections,
-        a title of the list without a place or report does not count; in the citation section, a case may lack its
+        sections, everything that looks like a law, a case or a place in a title of the list. In the other sections, a
+        title of the list without a place or report does not count; in the citation section, a case may lack its
         report."""
         known, others = self.found(answer)
-        return set(known.values()), set(others.values())
+        return {self.listed.get(own, own) for own in known}, set(others.values())
 
-    def found(self, answer: Answer) -> tuple[dict[str, str], dict[str, str]]:
-        """Like `cited`, but as {key: name}."""
-        known, others = self.in_section(answer.sections.get("citation", ""))
-        in_prose = _Reading(self, answer.prose)
-        return self._gathered(in_prose.known | known, in_prose.others | others)
+    def found(self, answer: Answer, known: Known | None = None) -> tuple[dict[str, str], dict[str, str]]:
+        """Like `cited`, but as {key: name}. known: the list and what else counts as known; by default the list."""
+        known = known or self.known
+        mine, others = self.in_section(answer.sections.get("citation", ""), known)
+        for citation, name in _Reading(self, answer.prose).found:
+            _resolved(citation, name, known, mine, others)
+        return mine, others
 
-    def in_section(self, section: str) -> tuple[dict[str, str], dict[str, str]]:
-        """({key: name} in the list, {key: name} of others) that the entries of a citation section cite."""
-        known: dict[str, str] = {}
+    def with_answer(self, answer: Answer) -> Known:
+        """What the list and an answer know: the answer's own citations count as right."""
+        known = Known(self.known)
+        section = answer.sections.get("citation", "")
+        for _, group in _groups(section):
+            known.add(Citation.of(group))
+        for citation, _ in [*_Reading(self, answer.prose).found, *self._section(section, known)]:
+            if not citation.bare:
+                known.add(citation)
+        return known
+
+    def in_section(self, section: str, known: Known | None = None) -> tuple[dict[str, str], dict[str, str]]:
+        """({key: name} of known authorities, {key: name} of others) that the entries of a citation section cite."""
+        mine: dict[str, str] = {}
         others: dict[str, str] = {}
-        for entry, groups in entries(section):
-            for group in groups:
-                own = key(group)
-                own = self.bare.get(own) or self.undated.get(own, own)
-                if own in self.listed:
-                    known[own] = self.listed[own]
-                    continue
-                name = written(entry, group)
-                reading = _Reading(self, name)
-                rest = reading.rest()
-                known |= reading.known
-                if rest and not reading.known:
-                    others[own] = name
-                elif rest and not reading.others:
-                    others[key(rest)] = " ".join(name[item.start : item.end] for item in rest)
-                else:
-                    others |= reading.others
-        return self._gathered(known, others)
+        for citation, name in self._section(section, known or self.known):
+            _resolved(citation, name, known or self.known, mine, others)
+        return mine, others
+
+    def _section(self, section: str, known: Known) -> Iterator[tuple[Citation, str]]:
+        """The citations of a citation section. An entry is one citation if it is known, otherwise those found in it,
+        with what is left over."""
+        for entry, group in _groups(section):
+            whole, name = Citation.of(group), written(entry, group)
+            if known.resolve(whole)[0]:
+                yield whole, name
+                continue
+            reading = _Reading(self, name)
+            rest = reading.rest()
+            real = [citation for citation, _ in reading.found if not citation.bare]
+            mine = any(known.resolve(citation)[0] for citation in real)
+            if not real or (rest and not mine):
+                yield whole, name
+                continue
+            yield from reading.found
+            if rest and not any(known.resolve(citation)[1] for citation in real):
+                yield Citation.of(rest), " ".join(name[item.start : item.end] for item in rest)
+
+
+def _groups(section: str) -> list[tuple[str, list[Item]]]:
+    return [(entry, group) for entry, groups in entries(section) for group in groups]
+
+
+def _fullness(citation: Citation) -> tuple:
+    dated = (
+        all(year for _, year in citation.reports) if citation.reports else bool(citation.years or not citation.title)
+    )
+    return len(citation.reports), dated, bool(citation.title), bool(citation.numbers)
+
+
+def _resolved(citation: Citation, name: str, known: Known, mine: dict[str, str], others: dict[str, str]) -> None:
+    """Enter a citation into the known authorities and the others. A bare title of the list counts only if it is itself
+    an authority."""
+    right, wrong = known.resolve(citation)
+    if citation.bare:
+        right, wrong = right.intersection(citation.keys()), ()
+    mine |= dict.fromkeys(right, name)
+    for key in wrong:
+        others.setdefault(key, name)
 
 
 class _Reading:
@@ -130,14 +150,13 @@ class _Reading:
 
     def __init__(self, authorities: Authorities, text: str):
         self.list, self.text, self.items = authorities, text, items(text)
-        self.known: dict[str, str] = {}
-        self.others: dict[str, str] = {}
+        self.found: list[tuple[Citation, str]] = []
         self.taken = bytearray(len(self.items))  # which items belong to a citation found so far
         at = 0
         while at < len(self.items):
             end = self._title_end(at)
             at = self._listed(at, end) if end else at + 1
-        for find in (self._statute, self._case):
+        for find in (self._statute, self._case, self._code, self._number, self._acronym, self._signed):
             for at in range(len(self.items)):
                 if not self.taken[at]:
                     find(at)
@@ -152,17 +171,12 @@ class _Reading:
                 found.append(item)
         return found
 
-    def _take(self, first: int, end: int, *ways: Sequence[Item]) -> None:
-        """Record items first … end−1 as cited; each of `ways` is one authority; by default all items form one."""
+    def _take(self, first: int, end: int, cited: Sequence[Item] | None = None, bare: bool = False) -> None:
+        """Record items first … end−1 as one citation; cited: those of them that identify it, by default all; bare: a
+        title of the list without a place or report."""
         self.taken[first:end] = b"\1" * (end - first)
-        name = None
-        for way in ways or (self.items[first:end],):
-            own = self.list.undated.get(key(way), key(way))
-            if own in self.list.listed:
-                self.known[own] = self.list.listed[own]
-            elif own not in self.others:
-                name = name or written(self.text, self.items[first:end])
-                self.others[own] = name
+        citation = Citation.of(cited or self.items[first:end])
+        self.found.append((replace(citation, bare=bare), written(self.text, self.items[first:end])))
 
     def _joined(self, at: int, apart: set[str] = APART) -> bool:
         """Whether item `at` can belong to the same citation as the one before it."""
@@ -184,22 +198,16 @@ class _Reading:
 
     def _listed(self, first: int, end: int) -> int:
         """Record a title of the list with its places or its report; returns where that citation ends."""
-        if (with_places := self._places(first, end)) is not None:
+        far = self._numbered(end)
+        if (with_places := self._places(first, far)) is not None:
             return with_places
-        best = own = None
-        for far in range(end, min(len(self.items), end + FAR // 2) + 1):
-            if far > end and not self._joined(far - 1):
-                break
-            now = key(self.items[first:far])
-            now = self.list.undated.get(now, now)
-            if now != own and now in self.list.listed:
-                best, own = far, now
-        best = best or self._report(end)
-        if best > end or own:
-            self._take(first, best)
-        else:
-            self.taken[first:end] = b"\1" * (end - first)
+        best = self._report(far)
+        self._take(first, best, bare=best == end)
         return best
+
+    def _numbered(self, at: int) -> int:
+        """The end of the number of a law, such as (SI 1998/1833), that follows its title."""
+        return at + 1 if at < len(self.items) and self.items[at].role == "law" and self._near(at) else at
 
     def _places(self, first: int, end: int) -> int | None:
         """Record a title with the places that follow it, or else those that precede it; returns where the citation
@@ -213,15 +221,17 @@ class _Reading:
             if near == opened:
                 return None
         title, places = self.items[first:end], [*self.items[near:first], *self.items[end:far]]
-        ways = [[*title, *(item for item in places if item.places)]]
-        if key(ways[0]) not in self.list.listed:
-            ways = single_places(title, places) or ways
-        self._take(near, far, *ways)
+        self._take(near, far, [*title, *(item for item in places if item.places)])
         return far
+
+    def _near(self, at: int) -> bool:
+        """Whether only commas, brackets or the period of an abbreviation ("U.S. Const. art. I") precede an item."""
+        gap, signs = set(self.items[at].gap), set(" ,()[]")
+        return gap <= signs or (gap <= signs | {"."} and self.text[self.items[at].start].islower())
 
     def _beside(self, at: int) -> bool:
         """Whether item `at` follows an uncited one with at most commas or brackets between them."""
-        return at > 0 and not self.taken[at - 1] and set(self.items[at].gap) <= set(" ,()[]")
+        return at > 0 and not self.taken[at - 1] and self._near(at)
 
     def _chain(self, at: int, step: int) -> int:
         """The end of the chain of places, joined by commas and "and", that starts at `at`; step: 1 forwards, −1
@@ -229,7 +239,7 @@ class _Reading:
         end = at
         while 0 <= (place := at if step > 0 else at - 1) < len(self.items):
             item = self.items[place]
-            if not self._beside(at) and not (step > 0 and set(item.gap) <= set(" ,()[]")):
+            if not self._beside(at) and not (step > 0 and self._near(place)):
                 break
             if self.taken[place] or not (item.places or item.norm == "&"):
                 break
@@ -241,21 +251,75 @@ class _Reading:
     def _statute(self, at: int) -> None:
         """Record an Act, Regulations, an Order or Rules with a name before and a year after it."""
         item, year = self.items[at], at + 1
-        if not item.big or item.norm not in ENACTED:
+        if not item.big or item.norm not in ENACTED | ADOPTED:
             return
         if " ".join(word.norm for word in self.items[max(0, at - 2) : year]) in COURTS.values():
             self._places(at - 2, year)
             return
-        if self._joined(year) and self.items[year].gap.strip() == "(":  # a remark in brackets, unless it is the year
+        opened = False
+        if (
+            self._joined(year) and self.items[year].gap.strip() == "(" and not self.items[year].role
+        ):  # a remark in brackets, unless it is the year
             while (
                 year < at + FAR and self._joined(year) and not self.items[year].year and ")" not in self.items[year].gap
             ):
                 year += 1
-        if not (self._joined(year) and self.items[year].year and set(self.items[year].gap) <= set(" ,()[]")):
+        dated = self._joined(year) and self.items[year].year and set(self.items[year].gap) <= set(" ,()[]")
+        if not dated and opened:
             return
-        first = self._names_before(at)
-        if first < at and self._places(first, year + 1) is None:
-            self._take(first, year + 1)
+        first, end = self._names_before(at), year + 1 if dated else at + 1
+        named = not all(word.norm in ARTICLES for word in self.items[first:at])
+        if item.norm in ADOPTED and self._joined(end) and self.items[end].norm in ("of", "on"):  # Treaty of Rome
+            before, end = end, self._names_after(end)
+            named |= end > before
+        far = self._numbered(end)
+        alone = dated or item.norm in ("act", "regulations", "rules") or far > end
+        if named and self._places(first, far) is None and alone:
+            self._take(first, far)
+
+    def _code(self, at: int) -> None:
+        """Record a section of the United States Code or the Code of Federal Regulations."""
+        if self.items[at].norm in ("usc", "cfr") and at and self.items[at - 1].norm.isdecimal() and self._beside(at):
+            self._places(at - 1, at + 1)
+
+    def _signed(self, at: int) -> None:
+        """Record a place with a section sign after an abbreviated name, such as Cal. Civ. Code § 1714."""
+        item, first = self.items[at], at
+        if not item.places or self.text[item.start] != "§":
+            return
+        while first and at - first < 8 and not self.taken[first - 1] and set(self.items[first].gap) <= set(" .,()"):
+            before = self.items[first - 1]
+            if before.places or not (before.big or before.norm in LINKS) or before.norm in OPENINGS - LINKS:
+                break
+            first -= 1
+        while first < at and not self.items[first].big:
+            first += 1
+        if first < at:
+            self._take(first, self._chain(at, 1))
+
+    def _number(self, at: int) -> None:
+        """Record a report or the number of a law that stands alone."""
+        if self.items[at].role == "law":
+            if self._places(at, at + 1) is None:
+                self._take(at, at + 1)
+        elif self.items[at].role == "report":
+            self._take(at, self._report(at + 1))
+
+    def _acronym(self, at: int) -> None:
+        """Record a place in a law that is named by its initials, such as art 6 ECHR."""
+        item = self.items[at]
+        if (
+            len(item.norm) > 1
+            and item.norm.isalpha()
+            and self.text[item.start : item.end].isupper()
+            and item.norm not in STATES
+        ):
+            first = (
+                at - 1
+                if at and self.items[at - 1].norm in STATES and self._joined(at) and not self.taken[at - 1]
+                else at
+            )
+            self._places(first, at + 1)
 
     def _case(self, at: int) -> None:
         """Record two parties with a v between them, with or without a report, or "Re" with a name and a report."""
@@ -266,7 +330,7 @@ class _Reading:
             self._take(first, self._report(end))
         elif item.norm == "re" and (item.big or (at and self.items[at - 1].norm == "in" and self.items[at - 1].big)):
             far = self._report(self._remark(end))
-            if far > end:
+            if far > end or not item.big:  # "In re" needs no report
                 self._take(at, far)
 
     def _remark(self, first: int) -> int:
@@ -316,21 +380,10 @@ class _Reading:
         return "." not in after.gap or short or not after.big
 
     def _report(self, first: int) -> int:
-        """The end of the report that begins at an item: [1976] QB 286, or 410 U.S. 113 (1973)."""
-        if not self._joined(first):
-            return first
-        item, end = self.items[first], first
-        bracketed = item.gap.strip(" ,")[-1:] in ("(", "[") and item.year
-        if not bracketed and not (item.norm[0].isdecimal() and set(item.gap) <= set(" .," if "," in item.gap else " ")):
-            return first
-        at, end = first + 1, first + bool(bracketed)
-        while at < first + 8 and self._joined(at) and set(self.items[at].gap) <= set(" .,()]"):
-            item = self.items[at]
-            if not (item.big or item.norm == "&" or item.norm[0].isdecimal()):
-                break
+        """The end of the reports that follow an item, or of a year in brackets."""
+        at = first
+        while self._joined(at) and self.items[at].role == "report" and set(self.items[at].gap) <= set(" ,.()[]="):
             at += 1
-            end = at if item.norm[0].isdecimal() else end
-        if end > first and not bracketed and self._joined(end) and self.items[end].gap.strip() in ("(", "["):
-            far = next((far for far in range(end, min(end + 6, len(self.items))) if self.items[far].year), end - 1)
-            end = far + 1
-        return end
+        if at == first and self._joined(at) and self.items[at].year and self.items[at].gap.strip(" ,") in ("(", "["):
+            at += 1
+        return at

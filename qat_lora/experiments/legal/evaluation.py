@@ -4,10 +4,12 @@ from pathlib import Path
 
 from torch import nn
 
+from qat_lora.data.supervised import named
 from qat_lora.errors import UserError
 from qat_lora.experiments.legal.answers import invented, messages, response, score
 from qat_lora.experiments.legal.authorities import Authorities
 from qat_lora.experiments.legal.data import LegalData
+from qat_lora.experiments.legal.figures import figure
 from qat_lora.experiments.legal.sections import NUMBERS, Answer
 from qat_lora.rl.sampler import GREEDY, Sampler
 from qat_lora.run.console import say
@@ -46,6 +48,12 @@ class LegalEvaluation:
             say(
                 f"{long} of {len(self.questions)} held-out rows have answers that do not fit --max-new-tokens "
                 f"{sampler.length}: the model's answers are cut off there and count as wrong; raise it"
+            )
+        without = [row["id"] for row in self.questions if not figure(row["answer"])]
+        if without and sampler.backend.is_main:
+            say(
+                f"{len(without)} of {len(self.questions)} held-out rows have answers without a figure "
+                f"({named(without)}): accuracy leaves them out"
             )
 
     def answer(self, model: nn.Module, count: int) -> tuple[list[dict], list[Answer]]:
@@ -102,5 +110,6 @@ def quality(run: Run, figures: dict) -> list[str]:
         said.append(
             f"{name} {rate['rate']:.1%} (95% interval {rate['low']:.1%}–{rate['high']:.1%})"
             + (f"; before training {before['rate']:.1%}" if before else "")
+            + (f"; {without} rows without a figure" if (without := rate.get("without_figure")) else "")
         )
     return said

@@ -3,8 +3,8 @@
 import re
 from dataclasses import dataclass
 
-from qat_lora.data.appearance import BLANKS, plain, visible
-from qat_lora.data.supervised import MONTHS
+from qat_lora.data.appearance import BLANKS, visible
+from qat_lora.experiments.legal.figures import figure, figures
 
 SECTIONS = {
     "topic": "Topic",
@@ -14,28 +14,8 @@ SECTIONS = {
     "citation": "Case Citation",
 }
 NUMBERS = {name: number for number, name in enumerate(SECTIONS, 1)}
-FIGURE = re.compile(
-    r"£ ?(?P<sum>\d[\d,]*+(?:\.\d++)?)(?: ?(?P<size>thousand|k|million|m|billion|bn)\b)?"
-    rf"|\b(?P<day>[0-3]?\d)(?:st|nd|rd|th)? (?:of )?(?P<month>{MONTHS}),? (?P<year>\d{{4}})\b"
-    r"|\b(?P<count>\d{1,9}) (?P<unit>day|week|month|year)s?\b"
-)
-SIZES = {"thousand": 1e3, "k": 1e3, "million": 1e6, "m": 1e6, "billion": 1e9, "bn": 1e9, None: 1}
 # Invisible characters may surround a title, and the colon may be a full-width one.
 TITLE = re.compile(rf"^[{BLANKS}*#]*+({'|'.join(SECTIONS.values())})[{BLANKS}*]*+[:：]\** *", re.MULTILINE)
-
-
-def figure(text: str) -> str | None:
-    """The first sum, date or period in a text, in one canonical spelling; None if there is none."""
-    found = FIGURE.search(plain(text))
-    return found and _plain(found)
-
-
-def _plain(found: re.Match) -> str:
-    if found["sum"]:
-        return f"£{float(found['sum'].replace(',', '')) * SIZES[found['size']]:.2f}"
-    if found["day"]:
-        return f"{int(found['day'])} {found['month']} {found['year']}"
-    return f"{int(found['count'])} {found['unit']}"
 
 
 @dataclass(frozen=True)
@@ -77,5 +57,4 @@ class Answer:
         is none."""
         if "answer" in self.sections:
             return figure(self.sections["answer"])
-        found = list(FIGURE.finditer(plain(self.text)))
-        return _plain(found[-1]) if found else None
+        return next(reversed(figures(self.text)), None)

@@ -6,8 +6,9 @@ from qat_lora.data.supervised import encoded
 from qat_lora.errors import UserError
 from qat_lora.experiments.legal.answers import SYSTEM, checked_rows, document, group, readable, response, same, score
 from qat_lora.experiments.legal.authorities import Authorities
+from qat_lora.experiments.legal.figures import figure
 from qat_lora.experiments.legal.rules import AUTHORITIES, generate
-from qat_lora.experiments.legal.sections import NUMBERS, Answer, figure
+from qat_lora.experiments.legal.sections import NUMBERS, Answer
 
 ROW = {
     "id": "a", "question": "Until when?", "answer": "The last day: 3 May 2027.", "topic": "contract",
@@ -147,12 +148,24 @@ def test_emphasis_marks_are_allowed():
     assert read(SAID.replace("Topic:", "**Topic:**").replace("Answer:", "## Answer:")).formatted
 
 
+def test_rows_without_a_figure_are_counted():
+    rows = [ROW, changed(id="b", answer="It depends.")]
+    assert score([read(SAID)] * 2, rows, LIST)["accuracy"]["without_figure"] == 1
+
+
 @pytest.mark.parametrize("text, wanted", [
     ("It is £1,200.00, not £3.", "£1200.00"), ("£12.5", "£12.50"), ("£ 500", "£500.00"), ("£5 million", "£5000000.00"),
     ("£5m", "£5000000.00"), ("£5 more", "£5.00"), ("within 7 weeks", "7 week"), ("1 week", "1 week"),
     ("12 months", "12 month"), ("none", None), ("on 3 May 2027", "3 May 2027"), ("03 May 2027", "3 May 2027"),
     ("the 3rd of May, 2027", "3 May 2027"), ("99 May 2021", None), ("on 3\u00a0May\u202f2027", "3 May 2027"),
-    ("￡５００", "£500.00"), (f"{'1' * 5000} days", None),
+    ("￡５００", "£500.00"), ("1,095 days", "1095 day"), ("2,095 days", "2095 day"), ("2.5 years", "2.5 year"),
+    ("£3 Million", "£3000000.00"), ("£3,000,000", "£3000000.00"), ("3 million pounds", "£3000000.00"),
+    ("30 Days", "30 day"), ("thirty days", "30 day"), ("a 30-day period", "30 day"), ("$500", "$500.00"),
+    ("USD 1.5k", "$1500.00"), ("€ 2,000.50", "€2000.50"), ("2,000.5 euros", "€2000.50"), ("8.50 per cent", "8.5%"),
+    ("8.5%", "8.5%"), ("2 years and 6 months", "2 year 6 month"), ("two and a half years", "2.5 year"),
+    ("2½ years", "2.5 year"), ("10 working days", "10 working day"), ("twenty-one days", "21 day"),
+    ("2027-05-03", "3 May 2027"), ("03/05/2027", "3 May 2027"), ("May 3, 2027", "3 May 2027"),
+    ("3 MAY 2027", "3 May 2027"), ("12 Sept. 2027", "12 September 2027"),
 ])  # fmt: skip
 def test_figures(text, wanted):
     assert figure(text) == wanted

@@ -10,9 +10,9 @@ import pytest
 
 from qat_lora.data.text import read_rows
 from qat_lora.errors import UserError
+from qat_lora.experiments.legal.figures import figure
 from qat_lora.experiments.legal.periods import later
 from qat_lora.experiments.legal.rules import AUTHORITIES, FIRST_DAY, LARGEST_COUNT, RULES, TYPES, generate
-from qat_lora.experiments.legal.sections import figure
 
 NAMES = ["id", "question", "answer", "topic", "difficulty", "case_citation", "reasoning", "jurisdiction", "sample_type"]
 VALUE = r"£?\d[\d,]*(?:\.\d+)?%?"
