@@ -97,7 +97,8 @@ TEMPLATES = {
 {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
-{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}""",
+{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{%- endif %}""",
     "Gemma 3": """
 {{- '<bos>' }}
 {%- set system = messages[0]['content'] + '\\n\\n' if messages[0]['role'] == 'system' else '' %}
