@@ -17,6 +17,7 @@ from qat_lora.errors import UserError
 from qat_lora.models.tokens import begins_with, check_ids, special_tokens
 from qat_lora.run.console import say
 
+REASONING = ("reasoning_content", "thinking", "reasoning")  # a turn's thought, in transformers' order
 THOUGHT, THOUGHT_END = "<think>", "</think>"
 # How models mark a thought in an answer: the text before it and the text after it. In some tokenizers, including ones
 # with <think>, the marks are special tokens.
@@ -335,7 +336,7 @@ def _with_thought(messages: list[dict], text: str, draw: Draw) -> str:
     """The text of a conversation, changed if necessary so that its last answer continues the generation prompt.
 
     Some templates (DeepSeek-R1's, QwQ's) end the prompt with `<think>` but render the answer without its thought. The
-    thought is put back: the message's own (reasoning_content, or its content up to `</think>`) or an empty one.
+    thought is put back: the message's own (REASONING, or its content up to `</think>`) or an empty one.
     """
     if messages[-1]["role"] != "assistant" or len(messages) < 2:
         return text
@@ -347,7 +348,9 @@ def _with_thought(messages: list[dict], text: str, draw: Draw) -> str:
     if opened[1]:  # the prompt closes its empty thought itself
         return text if THOUGHT_END in answer else prompt + answer
     thought, _, _ = text_of(messages[-1].get("content")).rpartition(THOUGHT_END)
-    thought = (messages[-1].get("reasoning_content") or thought).replace("<think>", "").strip()
+    thought = (
+        next((messages[-1][key] for key in REASONING if messages[-1].get(key)), thought).replace("<think>", "").strip()
+    )
     gap = "" if prompt[-1].isspace() else "\n"
     return f"{prompt}{gap}{thought}\n{THOUGHT_END}\n\n{answer.rpartition(THOUGHT_END)[2].lstrip()}"
 

@@ -213,7 +213,7 @@ def _parquet_rows(path: Path, columns: Collection[str] | None = None) -> Iterato
             for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS, columns=used):
                 rows = batch.to_pylist() if used else [{}] * batch.num_rows
                 yield from (unread | _without_nulls(row) for row in rows)
-    except (pyarrow.ArrowException, OSError, ValueError, ArithmeticError, TypeError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, ArithmeticError, TypeError, LookupError) as error:
         raise UserError(f"{path}: not a readable parquet file ({first_line(error)}); write it again") from error
 
 

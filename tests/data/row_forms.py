@@ -13,33 +13,9 @@ from qat_lora.data.chat import documents
 from qat_lora.data.packing import encode
 from qat_lora.errors import UserError
 
-SPECIAL = [
-    "<|eos|>",
-    "<|begin_of_text|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
-    "<bos>",
-    "<start_of_turn>",
-    "<end_of_turn>",
-    "<s>",
-    "</s>",
-    "[INST]",
-    "[/INST]",
-    "[AVAILABLE_TOOLS]",
-    "[/AVAILABLE_TOOLS]",
-    "[TOOL_CALLS]",
-    "[TOOL_RESULTS]",
-    "[/TOOL_RESULTS]",
-    "<|im_sep|>",
-    "[gMASK]",
-    "<sop>",
-    "<|system|>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|observation|>",
-    "<|end|>",
-]
+SPECIAL = """<|eos|> <|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|> <bos> <start_of_turn>
+<end_of_turn> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS]
+<|im_sep|> [gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|>"""
 
 # -- templates: `generation` blocks hold what the model generates ------------------------------------------------------
 TEMPLATES = {
@@ -96,9 +72,15 @@ TEMPLATES = {
 {%- elif m.role == 'user' or not loop.first %}{{ '<|im_start|>' + m.role + '\\n' + content + '<|im_end|>\\n' }}
 {%- endif %}
 {%- endfor %}
+<<<<<<< HEAD
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
 {%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
 {%- endif %}""",
+=======
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+{%- if add_generation_prompt and enable_thinking is defined and not enable_thinking %}
+{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}""",
+>>>>>>> i51b
     "Gemma 3": """
 {{- '<bos>' }}
 {%- set system = messages[0]['content'] + '\\n\\n' if messages[0]['role'] == 'system' else '' %}
@@ -114,10 +96,11 @@ TEMPLATES = {
     "Mistral": """
 {{- '<s>' }}
 {%- set system = messages[0].content + '\\n\\n' if messages[0].role == 'system' else '' %}
+{%- set asked = messages | selectattr('role', 'equalto', 'user') | list %}
 {%- for m in (messages[1:] if system else messages) %}
 {%- if m.role == 'user' %}
-{%- if tools and loop.last %}{{ '[AVAILABLE_TOOLS] ' }}{{ tools | tojson }}{{ '[/AVAILABLE_TOOLS]' }}{% endif %}
-{{- '[INST] ' + (system if loop.last else '') + m.content + '[/INST]' }}
+{%- if tools and m == asked[-1] %}{{ '[AVAILABLE_TOOLS] ' }}{{ tools | tojson }}{{ '[/AVAILABLE_TOOLS]' }}{% endif %}
+{{- '[INST] ' + (system if m == asked[-1] else '') + m.content + '[/INST]' }}
 {%- elif m.tool_calls is defined and m.tool_calls is not none %}
 {%- generation %}{{ '[TOOL_CALLS] ' }}{{ m.tool_calls | map(attribute='function') | list | tojson }}{{ '</s>' }}
 {%- endgeneration %}
@@ -215,19 +198,18 @@ FORMS = {
 def tokenizer_for(name: str, tiny):
     """The tiny tokenizer with a template, without its `generation` blocks, and with the special tokens of all."""
     tokenizer = deepcopy(tiny)
-    tokenizer.add_tokens([*SPECIAL], special_tokens=True)
+    tokenizer.add_tokens(SPECIAL.split(), special_tokens=True)
     tokenizer.eos_token = EOS.get(name, "<|im_end|>")
     without = TEMPLATES[name].replace(" generation %}", " if true %}").replace(" endgeneration %}", " endif %}")
     tokenizer.chat_template = without
     return tokenizer
 
 
-def reference(name: str, tokenizer, messages: list[dict], columns: dict) -> tuple[list[int], list[list[int]]]:
+def reference(name: str, tokenizer, messages: list[dict], given: dict) -> tuple[list[int], list[list[int]]]:
     """transformers' tokens of a conversation and, for each assistant turn, the numbers of those that are generated."""
     done = tokenizer.apply_chat_template(
-        messages, chat_template=TEMPLATES[name], enable_thinking=False, return_assistant_tokens_mask=True,
-        return_dict=True, **columns,
-    )  # fmt: skip
+        messages, chat_template=TEMPLATES[name], return_assistant_tokens_mask=True, return_dict=True, **given
+    )
     runs: list[list[int]] = []
     for at, learned in enumerate(done["assistant_masks"]):
         if learned:
@@ -242,9 +224,13 @@ def outcome(form: str, name: str, tiny) -> str:
     tokenised apart from a prompt that ends in a space), or the reason of a refusal. Raises AssertionError if the tokens
     or targets are not those of transformers."""
     row, messages, columns, untrained = FORMS[form]
-    tokenizer = tokenizer_for(name, tiny)
+    tokenizer, thinks = (
+        tokenizer_for(name, tiny),
+        "reasoning" in form,
+    )  # with thinking off, Qwen3 has no place for the thought
+    given = columns | {"enable_thinking": thinks}
     try:
-        found = list(documents([deepcopy(row)], tokenizer, "off"))
+        found = list(documents([deepcopy(row)], tokenizer, "on" if thinks else "off"))
     except UserError as error:
         return str(error).removeprefix("row 0: ").split(";")[0]
     answers = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
@@ -253,7 +239,7 @@ def outcome(form: str, name: str, tiny) -> str:
     apart = False
     for document, turns in zip(found, [*([turn] for turn in own), wanted[len(own) :]], strict=True):
         told = messages[: turns[0] + 1] if turns[0] in own else messages
-        ids, runs = reference(name, tokenizer, told, columns)
+        ids, runs = reference(name, tokenizer, told, given)
         assert len(runs) == sum(message["role"] == "assistant" for message in told)
         ended = ids[-1] == tokenizer.eos_token_id or tokenizer.decode(ids).rstrip().endswith(tokenizer.eos_token)
         targets = {at for turn in turns for at in runs[answers.index(turn)]}
@@ -265,14 +251,12 @@ def outcome(form: str, name: str, tiny) -> str:
         product, sections = encode(document, tokenizer)
         if product.tolist() != ids:  # then it must be what generation begins with, and the answer
             asked = tokenizer.apply_chat_template(
-                told[: turns[0]], add_generation_prompt=True, enable_thinking=False, return_dict=False, **columns
+                told[: turns[0]], add_generation_prompt=True, return_dict=False, **given
             )
             start = len(asked)
-            assert product[:start].tolist() == asked and tokenizer.decode(product) == tokenizer.decode(ids), (
-                form,
-                name,
-            )
-            assert sections[start:].all() and not sections[:start].any() and turns == [turns[-1]], (form, name)
+            assert product[:start].tolist() == asked and len(turns) == 1, (form, name)
+            assert tokenizer.decode(product) == tokenizer.decode(ids), (form, name)
+            assert sections[start:].all() and not sections[:start].any(), (form, name)
             apart = True
             continue
         assert {at for at, section in enumerate(sections) if section} == targets, (form, name)

@@ -6,7 +6,9 @@ import unicodedata
 from itertools import islice, pairwise
 from pydoc_data.topics import topics
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from qat_lora.data import text
 from qat_lora.data.text import END, in_pieces, read_rows
@@ -44,9 +46,6 @@ def written(path, rows) -> str:
     if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     else:
-        import pyarrow
-        from pyarrow import parquet
-
         parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=2)
     return str(path)
 
@@ -100,6 +99,24 @@ def test_the_error_for_an_unsupported_file_lists_the_supported_types(tmp_path):
 def test_a_damaged_parquet_file_is_refused(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"no parquet")
     assert "not a readable parquet file" in fault(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("bad", [
+    pyarrow.array([10**15] * 2, pyarrow.date64()),  # beyond the year 9999
+    pyarrow.array([10**18] * 2, pyarrow.duration("s")),
+    pyarrow.array([0] * 2, pyarrow.timestamp("us", "Nowhere/Land")),
+], ids=["date", "duration", "zone"])  # fmt: skip
+def test_parquet_columns_that_are_not_in_use_are_not_read(tmp_path, bad):
+    turns = [
+        [{"role": "user", "content": "Hi", "name": None}, {"role": "assistant", "content": None, "name": "Bo"}]
+    ] * 2
+    table = pyarrow.table({"text": ["a", "b"], "messages": turns, "made": bad})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    found = list(read_rows(str(tmp_path / "a.parquet"), columns=("text", "messages")))
+    assert [row["text"] for row in found] == ["a", "b"] and found[0]["made"] is None
+    # a key that only other turns have is absent, as in the rows that the file was made from
+    assert found[0]["messages"] == [{"role": "user", "content": "Hi"}, {"role": "assistant", "name": "Bo"}]
+    assert "not a readable parquet file" in fault(tmp_path / "a.parquet", columns=("made",))
 
 
 @pytest.mark.parametrize("name, content", [("a.txt", "\n \n"), ("a.jsonl", "\n \n"), ("a.txt", f"{END}\n \n{END}")])
