@@ -72,15 +72,9 @@ TEMPLATES = {
 {%- elif m.role == 'user' or not loop.first %}{{ '<|im_start|>' + m.role + '\\n' + content + '<|im_end|>\\n' }}
 {%- endif %}
 {%- endfor %}
-<<<<<<< HEAD
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
-{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
-{%- endif %}""",
-=======
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
 {%- if add_generation_prompt and enable_thinking is defined and not enable_thinking %}
 {{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}""",
->>>>>>> i51b
     "Gemma 3": """
 {{- '<bos>' }}
 {%- set system = messages[0]['content'] + '\\n\\n' if messages[0]['role'] == 'system' else '' %}

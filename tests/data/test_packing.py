@@ -162,12 +162,7 @@ def spaced(tokenizer):
 @pytest.mark.parametrize("change", [deepcopy, spaced])
 @pytest.mark.parametrize("text", [
     "\n".join(topics[name] for name in sorted(topics)[:12]), "naïve 🙂 一二三 " * 3000,
-<<<<<<< HEAD
-    "1234567 " * 40 + "3" * 9000 + " end",
-    "word" * 5000, " " * 9000 + "x" + "\n" * 5000, "a  b\r\n\t" * 4000,
-=======
     "1234567 " * 40 + "3" * 9000 + " end", "word" * 5000, " " * 9000 + "x" + "\n" * 5000, "a  b\r\n\t" * 4000,
->>>>>>> i51b
 ], ids=["topics", "unicode", "digits", "letters", "spaces", "mixed"])  # fmt: skip
 def test_a_long_text_has_the_same_tokens_in_windows(tiny_tokenizer, monkeypatch, change, text):
     tokenizer = change(tiny_tokenizer)
