@@ -210,8 +210,10 @@ def _parquet_rows(path: Path, columns: Collection[str] | None = None) -> Iterato
     try:
         with parquet.ParquetFile(path) as file:
             unread, used = _unread(file.schema_arrow.names, columns)
-            for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS, columns=used):
+            for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS, columns=used, use_threads=False):
                 rows = batch.to_pylist() if used else [{}] * batch.num_rows
+                del batch  # it may hold one long text
+                pyarrow.default_memory_pool().release_unused()
                 yield from (unread | _without_nulls(row) for row in rows)
     except (pyarrow.ArrowException, OSError, ValueError, ArithmeticError, TypeError, LookupError) as error:
         raise UserError(f"{path}: not a readable parquet file ({first_line(error)}); write it again") from error
