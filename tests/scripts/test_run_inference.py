@@ -261,7 +261,7 @@ def test_generation_stops_when_the_stream_is_no_longer_read(model, tokenizer, ba
 def test_a_stream_with_turns_yields_at_every_token(model, tokenizer, backend, monkeypatch):
     monkeypatch.setattr("qat_lora.rl.completion._final", lambda tokenizer, ids: "")  # all text is held back
     assert list(Stream(model, tokenizer, PROMPT, backend, turns=True, max_new_tokens=9)).count("") >= 9
-    assert list(Stream(model, tokenizer, PROMPT, backend, max_new_tokens=9)) == []
+    assert len(list(Stream(model, tokenizer, PROMPT, backend, max_new_tokens=9))) == 1  # at its end
 
 
 # -- the script -----------------------------------------------------------------------------------------------------
