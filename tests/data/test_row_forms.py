@@ -44,7 +44,7 @@ CHATML = (
 @pytest.mark.parametrize("template, row, words", [
     (CHATML, {"messages": row_forms.TALK, "tools": row_forms.TOOLS}, 'does not print the column "tools"'),
     (CHATML, {"messages": row_forms.called()}, 'does not print "tool_calls"'),
-    (DROPS, {"messages": [row_forms.SYSTEM, *row_forms.TALK]},
+    (DROPS + "{{ 'assistant:' if add_generation_prompt }}", {"messages": [row_forms.SYSTEM, *row_forms.TALK]},
      "leaves out turn 0 (system)"),
     (CHATML, {"messages": [row_forms.ASK, row_forms.SAY | {"weight": 0.5}]}, '"weight": 0.5; only 0, 1'),
     (CHATML, {"messages": [row_forms.ASK | {"train": True}, row_forms.SAY]}, "only assistant turns can be trained"),
