@@ -241,7 +241,7 @@ def is_planned(name: str) -> bool:
 class PlannedTokenizer:
     """Stands in for a tokenizer: encodes every text as the token 0, and decodes every token to nothing."""
 
-    eos_token_id, chat_template = 0, "none"
+    eos_token_id, chat_template, added_tokens_decoder = 0, "none", {}
 
     def __call__(self, text: str, **options) -> dict[str, list[int]]:
         return {"input_ids": [0]}
