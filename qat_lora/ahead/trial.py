@@ -50,7 +50,7 @@ class Trial(Rehearsing):
         self.batch: dict[str, Tensor] = {}
         self.peaks: dict[str, float] = {}
         self._filled: dict[tuple, dict[str, Tensor]] = {}
-        self._vocabulary, self._name = 1, ""
+        self._vocabulary, self._name, self.is_last = 1, "", False
         self._mark, self._count = None, 0  # when the timed updates began, and how many there were
         self.draws = torch.Generator().manual_seed(0)
 

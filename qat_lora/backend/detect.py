@@ -152,8 +152,8 @@ def count_workers(kind: str, num_chips: int | None) -> int:
         raise UserError(f"{flag}: this machine has {there} {what}; use 1 to {there}")
     if num_chips > 1 and kind != "cuda" and not chips and xla_cpu_devices() > 1:
         raise UserError(
-            f"CPU_NUM_DEVICES={xla_cpu_devices()}: torch_xla's CPU devices are threads of one process, which wait for "
-            f"each other forever in training; unset it, and give --device cpu --num-chips {num_chips}"
+            f"CPU_NUM_DEVICES={xla_cpu_devices()}: torch_xla's CPU devices cannot train together (they wait for each "
+            f"other until torch_xla aborts); unset it, and give --device cpu --num-chips {num_chips}"
         )
     if chips and num_chips != chips and num_chips not in PROCESS_BOUNDS:
         raise UserError(f"{flag}: a job can use 1, 2, 4, 8 or all of a host's chips; choose one of these")

@@ -364,10 +364,15 @@ def opens_thought(tokenizer, enabled: bool) -> bool:
 def spoken(tokenizer, ids: list[int]) -> list[int]:
     """An answer's tokens without the special ones, except those around a thought, so that the thought can be told from
     the answer (`after_thought`)."""
+    silent = silent_tokens(tokenizer)
+    return [id for id in ids if id not in silent]
+
+
+def silent_tokens(tokenizer) -> set[int]:
+    """The ids of the special tokens, except those around a thought."""
     marks = {*THOUGHTS, *THOUGHTS.values()}
     tokens = tokenizer.added_tokens_decoder.items()
-    silent = {id for id, token in tokens if token.special and token.content not in marks}
-    return [id for id in ids if id not in silent]
+    return {id for id, token in tokens if token.special and token.content not in marks}
 
 
 def after_thought(text: str, opened: bool) -> str:

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from qat_lora.backend import TorchBackend, has_static_shapes
-from qat_lora.data.chat import chat_ids, spoken
+from qat_lora.data.chat import chat_ids, silent_tokens, spoken
 from qat_lora.errors import UserError
 from qat_lora.models.architecture import unwrap
 from qat_lora.models.generate import check_sampling, end_tokens
@@ -77,19 +77,21 @@ class Pieces(BaseStreamer):
     pieces together are the completion."""
 
     def __init__(self, tokenizer, show: Callable[[str], None]):
-        self.tokenizer, self.show = tokenizer, show
-        self.ids: list[int] | None = None  # None until the prompt has been received
+        self.tokenizer, self.show, self.silent = tokenizer, show, silent_tokens(tokenizer)
+        self.last: int | None = None  # the last token
+        self.spoken: list[int] | None = None  # tokens that have text; None until the prompt has been received
         self.shown = 0  # characters
 
     def put(self, value: torch.Tensor) -> None:
-        if self.ids is None:
-            self.ids = []
+        if self.spoken is None:
+            self.spoken = []
             return
-        self.ids += value.flatten().tolist()
-        self._pass_on(_final(self.tokenizer, spoken(self.tokenizer, self.ids)))
+        for self.last in value.flatten().tolist():
+            self.spoken += [self.last] * (self.last not in self.silent)
+        self._pass_on(_final(self.tokenizer, self.spoken))
 
     def end(self) -> None:
-        self._pass_on(self.tokenizer.decode(spoken(self.tokenizer, self.ids)))
+        self._pass_on(self.tokenizer.decode(self.spoken))
 
     def _pass_on(self, text: str) -> None:
         piece = text[self.shown :]
@@ -142,7 +144,7 @@ class Stream:
             try:
                 with self.backend.autocast():
                     self.text = complete(self.model, self.tokenizer, self.prompt, streamer=pieces, **self.rule)
-                self.ended = pieces.ids[-1] in end_tokens(self.model, self.tokenizer)
+                self.ended = pieces.last in end_tokens(self.model, self.tokenizer)
             except _Left:
                 pass
             except Exception as error:

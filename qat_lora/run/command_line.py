@@ -281,10 +281,11 @@ def check_command_line(kind: type, script: str, description: str) -> None:
 
     with _reporting():
         config = _config(kind, script, description)
-        if not config.dry_run and detect.plans_a_tpu(config.device):
+        trains = hasattr(config, "resume")  # the other scripts do not need the device that PJRT_DEVICE names
+        if trains and not config.dry_run and detect.plans_a_tpu(config.device):
             detect.resolve(config.device)  # says that there is none, before anything is loaded or asked of a hub
         line = f"{(_variant or Variant(script, description)).name}: loading PyTorch"
-        if hasattr(config, "resume"):  # a long job; programs may read the output of other scripts
+        if trains:  # a long job; programs may read the output of other scripts
             say(line)
         elif sys.stderr.isatty():
             say(line, sys.stderr)

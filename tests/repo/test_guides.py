@@ -53,6 +53,13 @@ def test_several_of_torch_xlas_cpu_devices_are_refused(monkeypatch, kind):
         count_workers(kind, 2)
 
 
+def test_a_script_that_trains_nothing_runs_without_the_tpu_that_is_named(tmp_path):
+    words = [sys.executable, "scripts/report_run.py", "--run", tmp_path / "none"]
+    environment = {**os.environ, "PJRT_DEVICE": "TPU"}
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and str(tmp_path / "none") in done.stderr and "TPU" not in done.stderr
+
+
 def test_a_missing_tpu_is_named_before_anything_is_loaded():
     environment = {**os.environ, "PJRT_DEVICE": "TPU"}
     words = ["scripts/train_recovery_lora.py", "--checkpoint", "none.pt", "--model", "nobody/nothing"]

@@ -10,13 +10,13 @@ ABBREVIATED = {"co", "ltd", "inc", "corp", "bros", "no", "st", "dr", "mr", "mrs"
 AT = {"at", "p", "pp", "page", "pages", "para", "paras", "n"}  # before a page or paragraph of a report
 # Reports cited without their year in brackets; with it, any abbreviation is a report.
 OTHERS = """
-AC App Cas|QB|QBD|KB|Ch|Ch D|Fam|P|PD|CPD|Ex D|WLR|All ER|All ER (D)|All ER (Comm)|ER|TLR|LT|LJ|LJKB|LJQB|LJ Ch|LJ Ex|
+AC|App Cas|QB|QBD|KB|Ch|Ch D|Fam|P|PD|CPD|Ex D|WLR|All ER|All ER (D)|All ER (Comm)|ER|TLR|LT|LJ|LJKB|LJQB|LJ Ch|LJ Ex|
 Cr App R|Cr App R (S)|Cr App Rep|Lloyd's Rep|Lloyds Rep|ICR|IRLR|BCLC|BCC|EHRR|ECHR|CMLR|ECR|HL Cas|HLC|LR HL|LR QB|
 LR CP|LR Ex|LR Eq|LR Ch App|Ch App|B & S|B & Ald|B & Ad|B & C|M & W|Ad & E|E & B|El & Bl|H & N|H & C|Ex|Exch|CB|CB NS|
 CB (NS)|Bing|Bing NC|Burr|Cowp|Term Rep|TR|Taunt|Camp|Stark|C & P|Co Rep|Str|Salk|Ld Raym|Mod|Ves|Ves Jr|Beav|Hare|
 De GM & G|Mac & G|My & Cr|Ph|Russ|Sim|P & CR|EGLR|HLR|FLR|FCR|RPC|FSR|TC|STC|SC|SC (HL)|SLT|SCLR|CLR|ALR|NSWLR|VR|
 DLR|SCR|OR|NZLR|IR|ILRM|SCC|AIR|LGR|RTR|JP|BMLR|PNLR|PIQR|Med LR|WN|Sol Jo|NI|BLR|Con LR|JPL|Bus LR|Env LR|OJ
-""".replace("AC App Cas", "AC|App Cas")
+"""
 
 
 def folded_name(name: str) -> str:
