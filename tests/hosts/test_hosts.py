@@ -212,7 +212,7 @@ def test_a_differing_option_is_named_with_both_values_and_hosts(pair, recovery, 
 
 
 def test_different_code_is_refused(pair, recovery, tmp_path):
-    optimiser = ROOT / "qat_lora" / "train" / "optimizer.py"
+    optimiser = ROOT / "qat_lora" / "kernels" / "optimizer.py"
     other = tmp_path / "optimizer.py"
     other.write_text(optimiser.read_text() + "\nEPS_OF_ANOTHER_DAY = 1e-7\n")
     command = recovery(tmp_path / "r", 60)
