@@ -10,16 +10,16 @@ from gguf.constants import Keys
 
 from qat_lora.errors import UserError
 from qat_lora.models.gguf_settings import ARCHITECTURES, add_settings, unwritten
-from qat_lora.models.loading import gguf_reader, load_config, load_tokenizer, model_source
+from qat_lora.models.loading import NO_MERGES, gguf_reader, load_config, load_tokenizer, model_source
 
-# llama.cpp's name for how a tokenizer splits text before merging, by the regular expression of its Split step.
+_GPT4 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# llama.cpp's name for a byte-level BPE, by its Split expression and whether it takes words of the vocabulary whole.
 SPLITS = {
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|"
-    r"\s+": "qwen2",
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|"
-    r"\s+": "llama-bpe",
+    (_GPT4 % r"\p{N}", False): "qwen2",
+    (_GPT4 % r"\p{N}{1,3}", True): "llama-bpe",
+    (_GPT4 % r"\p{N}{1,3}", False): "smaug-bpe",
 }
-
+DIGITS = {"type": "Digits", "individual_digits": True}
 BYTE = re.compile("<0x[0-9A-F]{2}>")
 # How a SentencePiece tokenizer turns spaces into ▁ (normalizer, pre-tokenizer), and whether it prepends one.
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
@@ -163,19 +163,22 @@ def _add_tokenizer(writer: GGUFWriter, tokenizer, name: str, rows: int) -> list[
 
 
 def _add_byte_level(writer: GGUFWriter, state: dict) -> str:
-    pre, merges = _pre_tokenizer(state, _steps(state)), _merges(state)
+    pre, merges = _pre_tokenizer(state), _merges(state)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre or "default")
-    # llama.cpp requires a non-empty list; this pair never occurs, since all symbols are single bytes
-    writer.add_token_merges([" ".join(pair) for pair in merges] or ["no merges"])
+    writer.add_token_merges([" ".join(pair) for pair in merges] or [NO_MERGES])
     writer.add_add_space_prefix(False)
-    return f'pre-tokenizer "{pre}"' if pre else 'unknown pre-tokenizer, written as "default": compare the token ids'
+    nfc = ", without normalising texts to NFC, which llama.cpp cannot" if state["normalizer"] else ""
+    return (
+        f'pre-tokenizer "{pre}"{nfc}' if pre else 'unknown pre-tokenizer, written as "default": compare the token ids'
+    )
 
 
 def _add_sentencepiece(writer: GGUFWriter, state: dict, texts: dict[int, str], normal: set[int], name: str) -> str:
     """A BPE over characters with spaces as ▁, as in Gemma: llama.cpp merges by the score of the resulting token."""
     prefix = SPACES.get(json.dumps([state["normalizer"], state["pre_tokenizer"]], sort_keys=True))
-    if state["model"]["type"] != "BPE" or not state["model"].get("byte_fallback") or prefix is None:
+    model = state["model"]
+    if model["type"] != "BPE" or not model.get("byte_fallback") or model.get("ignore_merges") or prefix is None:
         raise UserError(
             f"model {name!r}: its tokenizer is neither a byte-level BPE nor a SentencePiece BPE like Gemma's; "
             "use --format hf"
@@ -186,7 +189,7 @@ def _add_sentencepiece(writer: GGUFWriter, state: dict, texts: dict[int, str], n
         if text != before and text in order:
             raise _not_by_score(name, text)
         order.setdefault(text, len(order))
-    pairs, vocab = set(merges), state["model"]["vocab"]
+    pairs, vocab = set(merges), model["vocab"]
     for text in (texts[number] for number in normal if not BYTE.fullmatch(texts[number])):
         cuts = ((text[:at], text[at:]) for at in range(1, len(text)))
         if any(pair not in pairs and pair[0] in vocab and pair[1] in vocab for pair in cuts):
@@ -215,15 +218,19 @@ def _steps(state: dict) -> list[dict]:
     return pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
 
 
-def _pre_tokenizer(state: dict, steps: list[dict]) -> str | None:
-    """llama.cpp's name for a tokenizer's pre-tokenizer, or None if this module does not know it."""
-    normalizer, kinds, last = state["normalizer"], [step["type"] for step in steps], steps[-1]
-    if (normalizer and normalizer["type"] != "NFC") or last["type"] != "ByteLevel" or last["add_prefix_space"]:
+def _pre_tokenizer(state: dict) -> str | None:
+    """llama.cpp's name for a byte-level BPE, whose whole pipeline must be the one that the name stands for; None if
+    this module knows no such name."""
+    *first, last = ({key: value for key, value in step.items() if key != "trim_offsets"} for step in _steps(state))
+    model, normalizer = state["model"], state["normalizer"] or {"type": "NFC"}
+    changed = any(model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"))
+    if normalizer != {"type": "NFC"} or changed:
         return None
-    if kinds == ["ByteLevel"] and last["use_regex"]:
-        return "gpt-2"
-    if kinds == ["Digits", "ByteLevel"] and steps[0]["individual_digits"] and last["use_regex"]:
-        return "smollm"
-    if kinds == ["Split", "ByteLevel"] and not last["use_regex"]:
-        return SPLITS.get(steps[0]["pattern"].get("Regex"))
-    return None
+    words, after = bool(model.get("ignore_merges")), {"type": "ByteLevel", "add_prefix_space": False}
+    if last == after | {"use_regex": True} and not words:
+        return "gpt-2" if not first else "smollm" if first == [DIGITS] else None
+    if last != after | {"use_regex": False} or len(first) != 1:
+        return None
+    expression = first[0].get("pattern", {}).get("Regex")
+    split = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+    return SPLITS.get((expression, words)) if first == [split] else None

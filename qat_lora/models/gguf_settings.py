@@ -186,16 +186,20 @@ def frequency_factors(config) -> list[float] | None:
 def norm_change(config, parameter: str) -> tuple[float, float]:
     """(a, b) such that GGUF stores (w + a)·b for the weight w of a norm.
 
-    Gemma multiplies by 1 + w. llama.cpp scales Gemma's q by 1/√head size, or in the 62-layer model by 1/√(hidden size
-    per head); if the config's scale differs from that, the ratio is folded into the norm of q.
+    Gemma multiplies by 1 + w. If the config's scale of q differs from `implied_scalar`, the ratio is folded into the
+    norm of q.
     """
     if config.model_type != "gemma3_text" or not parameter.endswith("norm.weight"):
         return 0.0, 1.0
-    there = head_size(config)
-    if config.num_hidden_layers == 62:
-        there = config.hidden_size // config.num_attention_heads
     is_q = parameter.endswith("q_norm.weight")
-    return 1.0, (there / config.query_pre_attn_scalar) ** 0.5 if is_q else 1.0
+    return 1.0, (implied_scalar(config) / config.query_pre_attn_scalar) ** 0.5 if is_q else 1.0
+
+
+def implied_scalar(config) -> int:
+    """llama.cpp scales Gemma's q by 1/√ of this: a file does not store it. Gemma 2 27B and Gemma 3 27B are known by
+    their number of layers."""
+    largest = {"gemma2": 46, "gemma3_text": 62}[config.model_type] == config.num_hidden_layers
+    return config.hidden_size // config.num_attention_heads if largest else head_size(config)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -207,22 +211,52 @@ SCALES = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "attention.sliding_window": "sliding_window",
 }
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 WITHOUT = (None, 0, 1, "none")  # values with which a setting has no effect
+
+
+def settle(reader: GGUFReader, config) -> None:
+    """Set in `config`, in place, what llama.cpp takes from a file's other values and transformers from its class's
+    defaults: the head size, Gemma's scale of q, and which of Gemma 3's layers have a window, and their rotation."""
+    values = _values(reader)
+    if "attention.key_length" in values and config.model_type == "qwen3":
+        config.head_dim = values["attention.key_length"]()
+    if config.model_type in ("gemma2", "gemma3_text"):
+        config.query_pre_attn_scalar = implied_scalar(config)
+    if config.model_type != "gemma3_text":
+        return
+    pattern = values["attention.sliding_window_pattern"]() if "attention.sliding_window_pattern" in values else 6
+    if "attention.sliding_window" not in values:
+        pattern = 1
+    if isinstance(pattern, int):  # every pattern-th layer has no window
+        pattern = [bool((layer + 1) % pattern) for layer in range(config.num_hidden_layers)]
+    config.layer_types = [SLIDING if windowed else FULL for windowed in pattern]
+    if "rope.freq_base_swa" in values:
+        config.rope_parameters[SLIDING]["rope_theta"] = values["rope.freq_base_swa"]()
+
+
+def _values(reader: GGUFReader) -> dict:
+    """Functions that read a file's values, by key without the architecture's name."""
+    return {key.split(".", 1)[1]: field.contents for key, field in reader.fields.items() if "." in key}
 
 
 def unread(reader: GGUFReader, config) -> str | None:
     """A setting of a .gguf file that changes the model's results but that transformers did not read correctly into
     `config`; None if there is none."""
-    values = {key.split(".", 1)[1]: field.contents for key, field in reader.fields.items() if "." in key}
-    rope = rope_of(config)
+    values, rope = _values(reader), rope_of(config)
+    epsilon = next((getattr(config, name) for name in EPSILONS if hasattr(config, name)), None)
     kinds = {"default": "none", "llama3": "none"}
     here = {
         "rope.scaling.type": kinds.get(kind := rope.get("rope_type", "default"), kind),
         "rope.scaling.factor": rope.get("factor"),
         "rope.freq_base": rope.get("rope_theta"),
         "logit_scale": getattr(config, "logits_scaling", getattr(config, "logit_scale", None)),
+        "attention.layer_norm_epsilon": epsilon,
+        "attention.layer_norm_rms_epsilon": epsilon,
     } | {key: getattr(config, name, None) for key, name in SCALES.items()}
+    if "rope.dimension_count" in values and config.model_type != "gemma4_text":  # which has two head sizes
+        here["rope.dimension_count"] = head_size(config) * (rope.get("partial_rotary_factor") or 1)
     for key, value in here.items():
         there = values[key]() if key in values else None
         if there not in WITHOUT and not _same(there, value):

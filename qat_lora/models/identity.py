@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import struct
+import tempfile
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -110,13 +111,29 @@ def fingerprint(files: list[Path], config: dict, tokenizer: str) -> str:
 
 
 def tokenizer_fingerprint(tokenizer) -> str:
-    """sha256 (hex) of all that determines token ids: the vocabulary (token → id) and the ids of BOS, EOS and UNK.
+    """sha256 (hex) of all that determines token ids: the whole pipeline (normaliser, pre-tokenizer, vocabulary, merges,
+    added tokens, post-processor) and the ids of BOS, EOS and UNK.
 
     Leaves out the chat template, which changes texts but not the token ids of a given text. Leaves out the pad token,
     which never occurs in packed rows; scripts set one for a model without it, which must not invalidate a cache.
     """
     special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id]
-    return hashlib.sha256(json.dumps([sorted(tokenizer.get_vocab().items()), special]).encode()).hexdigest()
+    whole = [pipeline(tokenizer), special, tokenizer.split_special_tokens]
+    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
+
+
+def pipeline(tokenizer) -> dict:
+    """A tokenizer as the tokenizers library serialises it, without padding, truncation, empty settings and tokens
+    beyond the embedding (see tokens.check_vocabulary), so that a model's .gguf file has the same as its folder; of a
+    slow one, the vocabulary and the sha256 of the files that hold the rest."""
+    if tokenizer.is_fast:
+        whole, beyond = json.loads(tokenizer.backend_tokenizer.to_str()), getattr(tokenizer, "without_row", {})
+        whole["added_tokens"] = [token for token in whole["added_tokens"] if token["id"] not in beyond]
+        whole["model"] = {key: value for key, value in whole["model"].items() if value not in (None, "")}
+        return whole | {"padding": None, "truncation": None}
+    with tempfile.TemporaryDirectory() as folder:
+        files = tokenizer.save_vocabulary(folder)
+        return {"vocab": tokenizer.get_vocab(), "files": [sha256(Path(file)) for file in sorted(files)]}
 
 
 def _model_part(config):

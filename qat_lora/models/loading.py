@@ -17,6 +17,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers.integrations.gguf import gguf_tokenizer_mapping
 from transformers.utils import logging
 
 from qat_lora.backend.machine import check_memory, giving_memory_back
@@ -51,6 +52,9 @@ gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
+# llama.cpp requires a non-empty list; this pair never occurs, since all symbols are single bytes.
+NO_MERGES = "no merges"
+
 # Tensors that a file may hold in addition to its model: multi-token prediction heads, and buffers that older versions
 # stored but newer ones compute.
 NO_PART = re.compile(r"(^|\.)mtp([._]|$)|rotary_emb\.inv_freq$|(^|\.)position_ids$|_extra_state$")
@@ -62,7 +66,12 @@ def _load(kind, name: str, **options):
     fault = hub_fault("model", name) if is_hub(name) else None
     offline = fault is not None  # files downloaded by an earlier run still load
     # redirect_stderr: the GGUF reader shows its own progress bar
-    with _building(name, fault), patch.object(gguf, "GGUFReader", gguf_reader), redirect_stderr(io.StringIO()):
+    with (
+        _building(name, fault),
+        patch.object(gguf, "GGUFReader", gguf_reader),
+        patch.object(gguf_tokenizer_mapping, "get_merges", _merges),
+        redirect_stderr(io.StringIO()),
+    ):
         return kind.from_pretrained(**source, **options, trust_remote_code=False, local_files_only=offline)
 
 
@@ -96,6 +105,11 @@ def gguf_reader(path) -> gguf.GGUFReader:
     return _parsed(str(path), there.st_size, there.st_mtime_ns)
 
 
+def _merges(values: dict, *scores, read=gguf_tokenizer_mapping.get_merges) -> list[tuple[str, ...]]:
+    """A .gguf file's merges, without the one that our export writes for a vocabulary of single bytes."""
+    return [] if values.get("merges") == [NO_MERGES] else read(values, *scores)
+
+
 def _per_files(function: Callable) -> Callable:
     """Cache a function of a model's name for as long as the model's files do not change."""
     cached = functools.cache(lambda name, state: function(name))
@@ -106,10 +120,11 @@ def _per_files(function: Callable) -> Callable:
 def _full_config(name: str) -> PreTrainedConfig:
     config, source = _load(AutoConfig, name), model_source(name)
     if "gguf_file" in source:
-        from qat_lora.models.gguf_settings import unread
+        from qat_lora.models.gguf_settings import settle, unread
 
-        lost = unread(gguf_reader(Path(source["pretrained_model_name_or_path"], source["gguf_file"])), config)
-        if lost:
+        reader = gguf_reader(Path(source["pretrained_model_name_or_path"], source["gguf_file"]))
+        settle(reader, config)
+        if lost := unread(reader, config):
             raise UserError(
                 f"model {name!r} has {lost}, which transformers {transformers.__version__} does not read from a .gguf "
                 "file, so its results would be wrong; give the model as a folder"

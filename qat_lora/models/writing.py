@@ -14,6 +14,7 @@ from qat_lora.backend.devices import on_host
 from qat_lora.backend.machine import giving_memory_back
 from qat_lora.errors import UserError, first_line
 from qat_lora.models.generate import end_tokens
+from qat_lora.models.identity import pipeline
 from qat_lora.models.loading import plain_state
 from qat_lora.run.files import cannot_write, read_json, write_json, writing
 
@@ -56,17 +57,18 @@ def write_model(
             raise differs(shown, name)
     check_logits(back, probe(model), logits, shown)
     again, ends = AutoTokenizer.from_pretrained(folder), back.generation_config.eos_token_id
-    if _with_rows(again, back) != _with_rows(tokenizer, back) or again.chat_template != tokenizer.chat_template:
+    rows = len(back.get_input_embeddings().weight)
+    if _with_rows(again, rows) != _with_rows(tokenizer, rows) or again.chat_template != tokenizer.chat_template:
         raise differs(shown, "the tokenizer")
     if ends != model.generation_config.eos_token_id:
         raise differs(shown, "the generation config")
     return back
 
 
-def _with_rows(tokenizer, model: nn.Module) -> dict[str, int]:
-    """The tokens for which a model's embedding has rows; transformers may add others."""
-    rows = len(model.get_input_embeddings().weight)
-    return {token: id for token, id in tokenizer.get_vocab().items() if id < rows}
+def _with_rows(tokenizer, rows: int) -> dict:
+    """A tokenizer's pipeline without the added tokens beyond the model's embedding: transformers may add others."""
+    whole = pipeline(tokenizer)
+    return whole | {"added_tokens": [token for token in whole.get("added_tokens", ()) if token["id"] < rows]}
 
 
 def _leave_out(path: Path, tokens: dict[int, str]) -> None:

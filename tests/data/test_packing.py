@@ -1,6 +1,7 @@
 """Packing: every token appears once and in order, the mask selects the completions, held-out rows are separate."""
 
 import itertools
+import json
 import logging
 from copy import deepcopy
 from itertools import islice
@@ -8,8 +9,8 @@ from pydoc_data.topics import topics
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import CTRLTokenizer, PreTrainedTokenizerFast
 
 from qat_lora.data import packing
 from qat_lora.data.chat import Document, documents
@@ -138,7 +139,7 @@ def test_fingerprints_are_the_same_in_every_process():
     assert fingerprint(rows_of(2)) == "4c3cd7b391dff580ac63787c730f8f75ffb56df5a17f06943ace5ea7e51544b3"
     letters = Tokenizer(models.BPE({"<e>": 0, "b": 1, "a": 2}, []))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="<e>")
-    assert tokenizer_fingerprint(tokenizer) == "bb1a29c2ba1c3e3bd0fbf796432c4c4de2416e2c3f5190b8e035a607d9b55c87"
+    assert tokenizer_fingerprint(tokenizer) == "f71d72888f201d9acdc1ce7c3dd8b02f0f39cb149eac9899420d0f44e81c8c14"
 
 
 def test_tokenizer_fingerprint_depends_on_ids_only(tiny_tokenizer):
@@ -149,6 +150,37 @@ def test_tokenizer_fingerprint_depends_on_ids_only(tiny_tokenizer):
     changed.eos_token = "<|im_start|>"
     grown.add_tokens(["<tool>"])
     assert expected not in (tokenizer_fingerprint(changed), tokenizer_fingerprint(grown))
+
+
+@pytest.mark.parametrize("change", [
+    lambda backend: setattr(backend, "normalizer", normalizers.Lowercase()),
+    lambda backend: setattr(backend, "pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True)),
+    lambda backend: setattr(backend, "post_processor", processors.ByteLevel(trim_offsets=False)),
+    lambda backend: setattr(backend.model, "ignore_merges", True),
+    lambda backend: setattr(backend, "model", without_last_merge(backend)),
+    lambda backend: backend.enable_truncation(4) or backend.enable_padding(),  # of one call
+])  # fmt: skip
+def test_tokenizer_fingerprint_covers_the_whole_pipeline(tiny_tokenizer, change):
+    changed = deepcopy(tiny_tokenizer)
+    change(changed.backend_tokenizer)
+    same = changed.backend_tokenizer.padding is not None
+    assert (tokenizer_fingerprint(changed) == tokenizer_fingerprint(tiny_tokenizer)) is same
+
+
+def without_last_merge(backend) -> models.BPE:
+    held = json.loads(backend.to_str())["model"]
+    return models.BPE(held["vocab"], [tuple(pair) for pair in held["merges"][:-1]])
+
+
+def test_tokenizer_fingerprint_of_a_slow_tokenizer(tmp_path):
+    """One whose rules are in the files of its vocabulary."""
+    marks = set()
+    for merges in ("a b", "b a"):
+        (tmp_path / "vocab.json").write_text('{"<s>": 0, "a": 1, "b": 2, "ab": 3, "ba": 4}')
+        (tmp_path / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
+        files = (str(tmp_path / name) for name in ("vocab.json", "merges.txt"))
+        marks.add(tokenizer_fingerprint(CTRLTokenizer(*files, unk_token="<s>")))
+    assert len(marks) == 2
 
 
 # -- long texts --------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from qat_lora.export.gguf_file import check_architecture, from_gguf_rows, metada
 from qat_lora.models.gguf_settings import frequency_factors, unwritten
 
 FILE = "model.gguf"
-SPLIT = next(regex for regex, name in gguf.SPLITS.items() if name == "llama-bpe")
+SPLIT = next(regex for (regex, _), name in gguf.SPLITS.items() if name == "llama-bpe")
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
@@ -39,10 +39,12 @@ def write(tiny_model_dir, tmp_path):
     return make
 
 
-def bpe(*steps) -> PreTrainedTokenizerFast:
+def bpe(*steps, normalizer=None, **options) -> PreTrainedTokenizerFast:
     """A byte-level BPE of single bytes that splits text by the given steps."""
     vocab = {text: number for number, text in enumerate(["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
-    made = Tokenizer(models.BPE(vocab, []))
+    made = Tokenizer(models.BPE(vocab, [], **options))
+    if normalizer:
+        made.normalizer = normalizer
     made.pre_tokenizer = pre_tokenizers.Sequence(list(steps)) if len(steps) > 1 else steps[0]
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>")
 
@@ -51,8 +53,8 @@ def byte_level(**options):
     return pre_tokenizers.ByteLevel(**{"add_prefix_space": False, "use_regex": True} | options)
 
 
-def split(pattern):
-    return pre_tokenizers.Split(Regex(pattern), "isolated")
+def split(pattern, how="isolated", **options):
+    return pre_tokenizers.Split(Regex(pattern), how, **options)
 
 
 def test_row_order_survives_the_round_trip():
@@ -89,23 +91,35 @@ def test_tokenizer_of_a_folder_is_written_completely(tiny_model_dir, tmp_path, t
         assert read(text)["input_ids"] == tiny_tokenizer(text)["input_ids"]
 
 
+WHOLE = {"ignore_merges": True}  # words of the vocabulary are taken whole, as in Llama 3
+
+
 @pytest.mark.parametrize(
-    "steps, name",
+    "steps, name, options",
     [
-        ([byte_level()], "gpt-2"),
-        ([pre_tokenizers.Digits(individual_digits=True), byte_level()], "smollm"),
-        ([split(SPLIT), byte_level(use_regex=False)], "llama-bpe"),
-        ([byte_level(add_prefix_space=True)], "default"),
-        ([pre_tokenizers.Digits(individual_digits=False), byte_level()], "default"),
-        ([split(r"\\w+"), byte_level(use_regex=False)], "default"),
-        ([split(SPLIT), byte_level()], "default"),
+        ([byte_level()], "gpt-2", {}),
+        ([pre_tokenizers.Digits(individual_digits=True), byte_level()], "smollm", {}),
+        ([split(SPLIT), byte_level(use_regex=False)], "llama-bpe", WHOLE),
+        ([split(SPLIT), byte_level(use_regex=False)], "smaug-bpe", {}),
+        ([split(SPLIT.replace("{1,3}", "")), byte_level(use_regex=False)], "qwen2", {"normalizer": normalizers.NFC()}),
+        ([split(SPLIT.replace("{1,3}", "")), byte_level(use_regex=False)], "default", WHOLE),
+        ([split(SPLIT), byte_level(use_regex=False)], "default", WHOLE | {"normalizer": normalizers.NFKC()}),
+        ([split(SPLIT, "removed"), byte_level(use_regex=False)], "default", WHOLE),
+        ([split(SPLIT, invert=True), byte_level(use_regex=False)], "default", WHOLE),
+        ([split(SPLIT), byte_level(use_regex=False)], "default", WHOLE | {"continuing_subword_prefix": "#"}),
+        ([byte_level()], "default", WHOLE),
+        ([byte_level(add_prefix_space=True)], "default", {}),
+        ([pre_tokenizers.Digits(individual_digits=False), byte_level()], "default", {}),
+        ([split(r"\\w+"), byte_level(use_regex=False)], "default", {}),
+        ([split(SPLIT), byte_level()], "default", {}),
     ],
 )
-def test_pre_tokenizer_is_identified_by_its_steps(write, steps, name):
+def test_pre_tokenizer_is_identified_by_its_whole_pipeline(write, steps, name, options):
     """llama.cpp reads no empty list of merges, so a tokenizer without merges gets one that never occurs."""
-    values, notes = write(bpe(*steps))
+    values, notes = write(bpe(*steps, **options))
     assert values["tokenizer.ggml.pre"] == name and values["tokenizer.ggml.merges"] == ["no merges"]
     assert any("compare" in note for note in notes) == (name == "default")
+    assert any("NFC" in note for note in notes) == (name == "qwen2")
     assert any("no chat template" in note for note in notes) and "tokenizer.chat_template" not in values
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -11,10 +12,13 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from packaged import finish, gguf_bytes
 from sizes import TINY
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from qat_lora.errors import UserError
+from qat_lora.export.gguf import plan_gguf, write_gguf
 from qat_lora.export.gguf_file import SPLITS, from_gguf_rows
+from qat_lora.export.source import load_source
+from qat_lora.models.gguf_settings import settle
 from qat_lora.models.loading import empty_model, load_config, load_model, load_tokenizer, model_fingerprint
 
 TOKENS = torch.arange(3, 35).unsqueeze(0)
@@ -29,7 +33,7 @@ def folder(tiny_tokenizer, tmp_path_factory):
     LlamaForCausalLM(config).save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
     state = json.loads((folder / "tokenizer.json").read_text())
-    split = {"type": "Split", "pattern": {"Regex": next(iter(SPLITS))}, "behavior": "Isolated", "invert": False}
+    split = {"type": "Split", "pattern": {"Regex": next(iter(SPLITS))[0]}, "behavior": "Isolated", "invert": False}
     bytes_alone = state["pre_tokenizer"] | {"use_regex": False}
     state["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, bytes_alone]}
     (folder / "tokenizer.json").write_text(json.dumps(state))
@@ -98,6 +102,7 @@ def test_other_files_in_the_folder_are_ignored(folder, sharp_model_dir, tmp_path
     (lambda w: w.add_final_logit_softcapping(0.0), None),
     (lambda w: w.add_sliding_window(8), "attention.sliding_window 8"),
     (lambda w: w.add_logit_scale(0.25), "logit_scale 0.25"),
+    (lambda w: w.add_layer_norm_eps(2**-10), "attention.layer_norm_epsilon 0.0009765625"),
     (lambda w: w.add_tensor("rope_freqs.weight", np.linspace(1, 8, 32, dtype=np.float32)), "rope_freqs.weight"),
     (lambda w: w.add_tensor("rope_freqs.weight", np.ones(32, np.float32)), None),
 ])  # fmt: skip
@@ -115,6 +120,48 @@ def test_a_setting_that_transformers_does_not_read_from_the_file_is_refused(fold
     for load in (load_config, load_tokenizer, load_model):
         with pytest.raises(UserError, match=rf"m\.gguf' has {said}, which transformers .* give the model as a folder"):
             load(str(tmp_path / "m.gguf"))
+
+
+def gemma(folder, tokenizer, kind="gemma3_text", **config):
+    """A folder with a tiny Gemma whose attention is far from uniform."""
+    sizes = TINY | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16} | config
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+    for name, parameter in model.named_parameters():
+        parameter.data.normal_(0, 0.3 if parameter.ndim > 1 else 1)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("config", [
+    {"head_dim": 128, "query_pre_attn_scalar": 128},  # transformers' default is 256
+    {"query_pre_attn_scalar": 24},  # folded into the norm of q
+    {"num_hidden_layers": 62, "hidden_size": 48, "query_pre_attn_scalar": 24},  # the 27B model has its own rule
+    {"num_hidden_layers": 4, "layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 8},
+    {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3},  # the file names no window
+])  # fmt: skip
+def test_gemma_is_what_its_file_implies(tiny_tokenizer, tmp_path, config):
+    folder = gemma(tmp_path / "gemma", tiny_tokenizer, **config)
+    source = load_source(None, model=str(folder))
+    write_gguf(source, plan_gguf(source), tmp_path, tmp_path)
+    logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(TOKENS).logits
+    read = load_model(str(tmp_path / "model.gguf"))
+    assert (read(TOKENS).logits - logits).std() < 0.02 * logits.std()
+    wanted = config.get("query_pre_attn_scalar") if config.get("num_hidden_layers") == 62 else read.config.head_dim
+    assert read.config.query_pre_attn_scalar == wanted
+
+
+def test_the_scale_of_gemma_2():
+    config = AutoConfig.for_model(
+        "gemma2", num_hidden_layers=46, hidden_size=4608, num_attention_heads=32, head_dim=128
+    )
+    settle(SimpleNamespace(fields={}), config)
+    assert config.query_pre_attn_scalar == 144
+    config.num_hidden_layers = 42
+    settle(SimpleNamespace(fields={}), config)
+    assert config.query_pre_attn_scalar == 128
 
 
 def test_unreadable_files_are_refused(folder, tmp_path):
