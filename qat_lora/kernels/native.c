@@ -53,8 +53,9 @@ static inline __attribute__((always_inline)) void gradients_one(
     }
 }
 
-/* Raises magnitudes to `least`, a normal fp16 number, and rounds them to fp16. */
+/* Raises magnitudes to `least`, a power of two, and rounds them to fp16; those below 1024 · least to its multiples. */
 void store_scales(const float *scales, float *out, float least, long n, int threads) {
+    float one = least * 8388608; /* 2^23: the next float is `least` larger */
 #pragma omp parallel for simd num_threads(threads)
     for (long i = 0; i < n; i++) {
         float scale = scales[i], kept = scale < 0 ? (scale > -least ? -least : scale) : scale < least ? least : scale;
@@ -64,6 +65,8 @@ void store_scales(const float *scales, float *out, float least, long n, int thre
         float rounded;
         memcpy(&rounded, &bits, 4);
         rounded = rounded >= 65536 ? INFINITY : rounded <= -65536 ? -INFINITY : rounded;
+        float size = kept < 0 ? -kept : kept, multiple = (size + one) - one; /* rounds to multiples of `least` */
+        rounded = size < 1024 * least ? (kept < 0 ? -multiple : multiple) : rounded;
         out[i] = kept != kept ? kept : rounded;
     }
 }

@@ -16,7 +16,9 @@ from qat_lora.backend.devices import without_autocast
 from qat_lora.kernels.fake_quant import FakeQuant, Stored, levels_of, nearest_code, not_zero, stored_scale
 from qat_lora.quant.spec import QuantSpec
 
-SMALLEST_SCALE = 2.0**-13  # half of it is still a normal fp16 number, as GGUF's Q4_0 needs for half-integer levels
+# Half of a scale is still an fp16 number, as GGUF's Q4_0 needs for half-integer levels: below 2⁻¹³, scales are
+# multiples of this.
+SMALLEST_SCALE = 2.0**-23
 
 
 class Quantizer(nn.Module):

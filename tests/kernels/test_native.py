@@ -11,7 +11,7 @@ from qat_lora.kernels.head_softmax import HeadSoftmax
 from qat_lora.kernels.optimizer import EPS, CautiousAdamW, corrections, plain_step
 from qat_lora.kernels.softmax import normalise
 from qat_lora.kernels.two_passes import TwoPasses
-from qat_lora.quant.linear import Quantizer
+from qat_lora.quant.linear import SMALLEST_SCALE, Quantizer
 from qat_lora.quant.spec import QuantSpec
 
 
@@ -77,8 +77,9 @@ def test_any_layout_and_type_of_gradient_is_accepted(both):
 
 def test_stored_scales_are_bit_equal(both):
     edges = torch.tensor([0.0, -0.0, 1e-9, -1e-9, 65519.9, 65520.0, -7e4, torch.inf, -torch.inf, torch.nan, 2.0**-13])
-    scale = torch.cat([edges, random(3000), random(3000) * 1e-4, torch.linspace(-6.6e4, 6.6e4, 4001)]).requires_grad_()
-    same(*both(lambda: [Stored.apply(scale, 2.0**-13).detach()]))
+    small = [random(3000) * 10.0**power for power in (-4, -5, -6, -7)]
+    scale = torch.cat([edges, random(3000), *small, torch.linspace(-6.6e4, 6.6e4, 4001)]).requires_grad_()
+    same(*both(lambda: [Stored.apply(scale, SMALLEST_SCALE).detach()]))
 
 
 def test_the_optimisers_steps_equal_plain_operations(both):

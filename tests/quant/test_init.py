@@ -39,6 +39,14 @@ def test_the_search_is_never_worse_than_the_absolute_maximum(text):
         assert found <= 1.001 * absmax  # scales are rounded to fp16 after the search
 
 
+@pytest.mark.parametrize("sigma", [3e-3, 1e-3, 1e-4])
+@pytest.mark.parametrize("text", [f"{codebook}{bits}/g32" for codebook in CODEBOOKS for bits in (2, 4, 8)])
+def test_small_weights_lose_no_more_than_large_ones(text, sigma):
+    """Beyond the rounding of a scale to a multiple of 2⁻²³."""
+    large, small = (relative_error(started(text, gaussian() * size)) for size in (1, sigma))
+    assert small**0.5 < 1.05 * large**0.5 + (0.003 if sigma < 1e-3 else 0)
+
+
 @pytest.mark.parametrize("codebook", CODEBOOKS)
 def test_absmax_puts_the_edge_level_on_the_largest_weight(codebook):
     layer = started(f"{codebook}4/g32", gaussian(), search=False)

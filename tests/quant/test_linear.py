@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from qat_lora.quant.init import initialise
+from qat_lora.kernels.fake_quant import stored_scale
 from qat_lora.quant.linear import SMALLEST_SCALE, QuantLinear, effective_weight, freeze, full_precision
 from qat_lora.quant.spec import QuantSpec
 
@@ -99,6 +100,16 @@ def test_a_scale_never_reaches_zero_and_keeps_its_sign():
         layer.quantizer.scale[::2], layer.quantizer.scale[1::2] = 1e-9, -1e-9
     scale = layer.quantizer.scale_matrix()
     assert (scale[::2] == SMALLEST_SCALE).all() and (scale[1::2] == -SMALLEST_SCALE).all()
+
+
+def test_a_stored_scale_is_an_fp16_number_and_so_is_its_half():
+    scale = torch.randn(4000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-8, 2, 4000)
+    stored = stored_scale(scale, SMALLEST_SCALE)
+    half = stored.float() / 2
+    assert torch.equal(half.half().float(), half)
+    off = (stored.float() - scale).abs() - scale.abs() * 2.0**-11
+    assert off.max() <= SMALLEST_SCALE  # half a step below 2⁻¹³, a whole one at the smallest scale
+    assert (stored.abs() >= SMALLEST_SCALE).all()
 
 
 @pytest.mark.parametrize("text", SPECS)
