@@ -67,7 +67,7 @@ def main(cfg: Config) -> None:
 def losses(cfg: Config, seed: int, double: bool, ulp: bool, workers: int) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         launch(train, (cfg, seed, double, ulp, Path(folder)), "cpu", "fp32", workers)
-        return json.loads(Path(folder, "losses.json").read_text())
+        return json.loads(Path(folder, "losses.json").read_text(encoding="utf-8"))
 
 
 def train(backend: TorchBackend, cfg: Config, seed: int, double: bool, ulp: bool, folder: Path) -> None:

@@ -61,7 +61,7 @@ def main(cfg: Config) -> None:
         return
     train, heldout = caches(cfg, backend)
     results = Path(cfg.output_dir) / "results.jsonl"
-    rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    rows = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()] if results.exists() else []
     for seed in map(int, cfg.seeds.split(",")):
         for side in SIDES:
             if not any((row["seed"], row["side"], row["minutes"]) == (seed, side, cfg.minutes) for row in rows):

@@ -28,7 +28,9 @@ PLAIN, OURS = "#9aa3b2", "#2f6fdd"
 
 
 def main() -> None:
-    rows = [json.loads(line) for line in (DOCS / "qat_quality" / "results.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (DOCS / "qat_quality" / "results.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     figure = plt.figure(figsize=(11, 5.2))
     grid = figure.add_gridspec(2, 2, height_ratios=(1, 2.1), hspace=0.55, wspace=0.3)
     draw_pipeline(figure.add_subplot(grid[0, :]))

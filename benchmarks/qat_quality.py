@@ -104,7 +104,7 @@ def main(cfg: Config) -> None:
 
 def results(out: Path) -> list[dict]:
     path = out / "results.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def check(cfg: Config) -> list[str]:

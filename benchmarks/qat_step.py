@@ -6,6 +6,7 @@
 --parts (default: all) are ratios of times, unless they say otherwise:
   building  speed of building a cache / speed of the teacher's bare forward pass
   qat       QAT step from the cache / plain fine-tuning step
+  compiled  QAT step / plain fine-tuning step through torch.compile
   recovery  step of the recovery LoRA (frozen student, from the cache) / plain fine-tuning step
   head      forward and backward pass of our LM head and loss / of plain logits and cross-entropy, with the head's
             weight frozen and trained
@@ -53,7 +54,7 @@ from qat_lora.run.options import ScriptConfig, option
 from qat_lora.train.loop import Plan
 from qat_lora.train.losses import sparse_loss
 
-PARTS = ("building", "qat", "recovery", "head", "optimizer", "memory", "online", "cosine")
+PARTS = ("building", "qat", "compiled", "recovery", "head", "optimizer", "memory", "online", "cosine")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +104,8 @@ def measure(part: str, bench: "Bench", steps: int) -> None:
         pair("building: cache building speed / bare teacher forward", *bench.building(), steps, invert=True)
     elif part == "qat":
         pair("qat: QAT step from the cache / plain fine-tuning step", bench.cached(), bench.plain(), steps)
+    elif part == "compiled":
+        pair("compiled: QAT step / compiled plain step", bench.cached(), bench.plain(compiled=True), steps)
     elif part == "recovery":
         pair("recovery: recovery step / plain fine-tuning step", bench.recovery(), bench.plain(), steps)
     elif part == "head":
@@ -173,10 +176,11 @@ class Bench:
         model = self.student()
         return self.stepper(model, kd_loss, self.cache())
 
-    def plain(self):
+    def plain(self, compiled: bool = False):
         """Plain fine-tuning of the same parameters."""
         model = self.backend.place(freeze_plain_tables(load_model(self.cfg.model))).train()
         trained = [p for p in model.parameters() if p.requires_grad]
+        model = torch.compile(model) if compiled else model
         optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
         stream = self.backend.prefetch(batches(self.cache(), self.cfg.batch_size, 1, self.cfg.seed))
 

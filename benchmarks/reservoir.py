@@ -158,10 +158,10 @@ def quality(cfg: Config) -> None:
     out, rows, curves = Path(cfg.output_dir), [], {}
     for kind in cfg.models.split(","):
         run = train(cfg, kind, out)
-        summary = json.loads((run / "summary.json").read_text())
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
         took = summary["seconds"]["train"]
-        settings = yaml.safe_load((run / "config.yaml").read_text())
+        settings = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
         batch = settings.get("global_batch_size") or settings["batch_size"]  # the latter: runs of earlier versions
         length = settings.get("length") or settings["block_size"]
         tokens = lines[-1]["step"] * batch * length
@@ -193,7 +193,7 @@ def train(cfg: Config, kind: str, out: Path) -> Path:
             raise UserError(f"{kind} could not be trained; its error is above")
         return out / folder
 
-    trial = json.loads((run(f"{kind}-trial", 1, "--eval-every", "0") / "summary.json").read_text())
+    trial = json.loads((run(f"{kind}-trial", 1, "--eval-every", "0") / "summary.json").read_text(encoding="utf-8"))
     return run(kind, max(1, round(60 * cfg.minutes / trial["seconds"]["train"])))
 
 

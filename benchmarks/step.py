@@ -56,7 +56,7 @@ def main(cfg: Config) -> None:
         return
     out.mkdir(parents=True, exist_ok=True)
     results = out / "results.jsonl"
-    rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    rows = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()] if results.exists() else []
     for model in models:
         for part in parts:
             whole = part == "building" and model in shapes.FEWER

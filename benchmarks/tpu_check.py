@@ -80,7 +80,7 @@ def main(cfg: Config) -> None:
             gc.collect()
     write_page()
     if cfg.only is None and cfg.chip == "all":  # results of graphs that no preset has any more
-        lines = [line for line in KNOWN.read_text().splitlines() if json.loads(line)["key"] in used]
+        lines = [line for line in KNOWN.read_text(encoding="utf-8").splitlines() if json.loads(line)["key"] in used]
         KNOWN.write_text("\n".join(lines) + "\n")
     if failed:
         sys.exit(f"error: do not compile or do not fit: {', '.join(failed)}; the table gives the reason")
@@ -88,7 +88,7 @@ def main(cfg: Config) -> None:
 
 def keep(name: str, key: str, topology: str, workers: int, phases: list[Phase], chip: Chip, estimate: int) -> None:
     """Store a preset's figures for the page. estimate: a dry run's own, of the peak in bytes."""
-    known = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
+    known = json.loads(FIGURES.read_text(encoding="utf-8")) if FIGURES.exists() else {}
     refused = next((str(phase.refused) for phase in phases if phase.refused), None)
     entry = {"preset": name, "chip": key, "topology": topology, "workers": workers, "refused": refused}
     entry["estimate"] = estimate
@@ -114,7 +114,7 @@ def write_page() -> None:
         "| update, ms | tokens/s | all-reduces |",
         "|---|---|---:|---:|---|---:|---:|---:|",
     ]
-    known = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
+    known = json.loads(FIGURES.read_text(encoding="utf-8")) if FIGURES.exists() else {}
     for entry in sorted(known.values(), key=lambda entry: list(PRESETS).index(entry["preset"])):
         chip = CHIPS[entry["chip"]]
         where = f"{entry['workers']} × {entry['chip']}"
@@ -126,7 +126,7 @@ def write_page() -> None:
         ours = f"{entry['estimate'] / 1e9:.2f} GB ({entry['estimate'] / entry['peak'] - 1:+.0%})"
         cells = entry["preset"], where, peak, ours, entry["in"], ms, rate, str(entry.get("all_reduces", ""))
         rows.append(f"| {' | '.join(cells)} |")
-    text = PAGE.read_text()
+    text = PAGE.read_text(encoding="utf-8")
     start, end = "<!-- made by make tpu-check -->\n", "<!-- end -->"
     PAGE.write_text(re.sub(f"{start}.*?{end}", start + "\n".join(rows) + "\n" + end, text, flags=re.DOTALL))
 

@@ -75,7 +75,7 @@ def list_wheels() -> None:
     """Print the packages that a machine with its own torch and transformers needs, with their sizes when installed."""
     total, names = 0.0, []
     for file in ("requirements.txt", "requirements-model.txt"):
-        for line in (ROOT / file).read_text().splitlines():
+        for line in (ROOT / file).read_text(encoding="utf-8").splitlines():
             if (match := re.match(r"([\w-]+)==([\w.]+)", line)) and match[1] not in OWN | UNUSED:
                 size = installed_size(match[1])
                 names.append(match[0])

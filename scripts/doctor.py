@@ -92,7 +92,7 @@ def machine() -> Iterator[Finding]:
 
 def packages(requirements: Path, optional: set[str]) -> Iterator[Finding]:
     """Compare a requirements file's pins with what is installed. A version that differs from its pin is only noted."""
-    for line in requirements.read_text().splitlines():
+    for line in requirements.read_text(encoding="utf-8").splitlines():
         line = line.split("#")[0].strip()
         if not line or line.startswith("-"):
             continue
@@ -140,7 +140,7 @@ def hugepages(switch: Path, has_tpu: bool) -> Finding:
     """Recommended, never required: with hugepages the TPU runtime starts and moves data faster."""
     if not switch.is_file():
         return Finding("--", f"transparent hugepages: no {switch} here")
-    text = switch.read_text()
+    text = switch.read_text(encoding="utf-8")
     state = text.partition("[")[2].partition("]")[0] or text.strip()
     if state == "always":
         return Finding("ok", "transparent hugepages: always")

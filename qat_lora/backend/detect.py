@@ -27,7 +27,7 @@ def tpu_chips(pci: Path = Path("/sys/bus/pci/devices")) -> list[str]:
     chips = []
     for device in sorted(pci.glob("*")) if pci.is_dir() else []:
         try:
-            vendor, kind = ((device / f).read_text().strip() for f in ("vendor", "device"))
+            vendor, kind = ((device / f).read_text(encoding="utf-8").strip() for f in ("vendor", "device"))
         except OSError:
             continue
         if vendor == GOOGLE_PCI_VENDOR and kind in TPU_PCI_DEVICES:
@@ -50,7 +50,7 @@ def check_free(chips: list[str], dev: Path = Path("/dev"), proc: Path = Path("/p
             pid = link.parts[-3]
             if held not in files or int(pid) == os.getpid():
                 continue
-            command = (proc / pid / "cmdline").read_text().replace("\0", " ").strip()
+            command = (proc / pid / "cmdline").read_text(encoding="utf-8").replace("\0", " ").strip()
         except OSError:  # the process has ended, or belongs to another user
             continue
         raise UserError(f"{held} is in use by process {pid} ({command[:100]}); end it, or wait for it")

@@ -32,7 +32,7 @@ def host_memory(root: Path = Path("/")) -> float:
     """The most bytes that this process can use: RAM and swap, or less if a control group (a container, a batch system)
     limits it; inf on a system without /proc/meminfo. root: the root of the file system, for tests."""
     try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
+        lines = (root / "proc/meminfo").read_text(encoding="utf-8").splitlines()
         facts = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
         ram, swap = facts["MemTotal"], facts.get("SwapTotal", 0)
     except (OSError, ValueError, KeyError, IndexError):
@@ -43,7 +43,7 @@ def host_memory(root: Path = Path("/")) -> float:
 def _limits(root: Path, swap: int) -> list[float]:
     """The limits of this process's control groups (v1 and v2) and their parents, in bytes of RAM and swap."""
     try:
-        groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+        groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()]
     except OSError:
         groups = []
     found = []
@@ -65,7 +65,7 @@ def _limits(root: Path, swap: int) -> list[float]:
 def _number(path: Path) -> float:
     """The number in a limit file; inf for "max" or a missing file."""
     try:
-        return int(path.read_text())
+        return int(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return float("inf")
 
@@ -166,4 +166,4 @@ def tidier() -> Callable[[int], None]:
 def _not_in_use(libc: ctypes.CDLL) -> int:
     """Bytes that the process holds beyond what was allocated from glibc."""
     use = libc.mallinfo2()
-    return int(RESIDENT.read_text().split()[1]) * os.sysconf("SC_PAGESIZE") - use.uordblks - use.hblkhd
+    return int(RESIDENT.read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGESIZE") - use.uordblks - use.hblkhd

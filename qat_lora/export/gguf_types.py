@@ -62,7 +62,7 @@ def library_type(kind: str) -> GGMLQuantizationType:
 @dataclass(frozen=True)
 class Coding:
     """How a type stores level[code] · scale: integer q = turn·code + shift, d = factor·scale and, if the type has an
-    offset, m = offset·scale rounded to fp16 (d is exact: factor is ±1 or 1/2, and half of a scale is an fp16 number)."""
+    offset, m = offset·scale rounded to fp16 (d is exact: factor is ±1 or 1/2, and fp16 holds half of a scale)."""
 
     turn: int
     shift: int

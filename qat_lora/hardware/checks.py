@@ -249,7 +249,7 @@ def main(folder: str, device: str, size: str, until: str, *names: str) -> None:
     place = Machine(Path(folder), device, size, float(until))
     if device in ("tpu", "xla") and CHECKS[names[0]].stage in ("parity", "speed"):
         open_backend(device)  # before any other backward pass, which would break XLA's in this process
-    with open(place.folder / "results.jsonl", "a") as file:
+    with open(place.folder / "results.jsonl", "a", encoding="utf-8") as file:
 
         def write(**line) -> None:
             print(json.dumps(line), file=file, flush=True)

@@ -43,7 +43,7 @@ def check_killed(place: Machine) -> Figures:
     words = run_words(place, "killed", count)
 
     def kill(job: subprocess.Popen) -> None:
-        children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+        children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text(encoding="utf-8").split()
         spawned = [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         if not spawned:
             raise Failed("no worker was left to kill")
@@ -99,7 +99,11 @@ def losses(folder: Path) -> list[float]:
 def lines(folder: Path) -> list[dict]:
     """The whole lines of a run's metrics."""
     file = folder / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines(True) if line[-1] == "\n"] if file.exists() else []
+    return (
+        [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines(True) if line[-1] == "\n"]
+        if file.exists()
+        else []
+    )
 
 
 def compared(place: Machine, name: str, wanted: list[float]) -> Figures:
@@ -113,7 +117,7 @@ def compared(place: Machine, name: str, wanted: list[float]) -> Figures:
 
 
 def started(place: Machine, words: list[str], name: str) -> subprocess.Popen:
-    log = open(place.folder / "logs" / f"{name}.txt", "a+")  # noqa: SIM115 (the process writes it)
+    log = open(place.folder / "logs" / f"{name}.txt", "a+", encoding="utf-8")  # noqa: SIM115 (the process writes it)
     return subprocess.Popen([sys.executable, *words], stdout=log, stderr=log, cwd=ROOT)
 
 
@@ -147,11 +151,11 @@ def stop(place: Machine, words: list[str], name: str, how: Callable, codes: tupl
         raise Failed(f"the stopped run ended with exit code {code}: {last_line(place, name)}")
     if len(losses(folder)) >= STEPS:
         raise Failed("the run had ended before it was stopped")
-    return time.monotonic() - since, (place.folder / "logs" / f"{name}.txt").read_text()
+    return time.monotonic() - since, (place.folder / "logs" / f"{name}.txt").read_text(encoding="utf-8")
 
 
 def last_line(place: Machine, name: str) -> str:
-    printed = (place.folder / "logs" / f"{name}.txt").read_text().strip().splitlines()
+    printed = (place.folder / "logs" / f"{name}.txt").read_text(encoding="utf-8").strip().splitlines()
     errors = [line for line in printed if "rror" in line]
     return (errors or printed or ["it printed nothing"])[-1][:300]
 

@@ -34,7 +34,7 @@ def this_member(rank: int) -> Member:
     """The `Member` that describes this process, or one of the workers in it."""
     machine = socket.gethostname()
     with suppress(OSError):  # a system without /proc
-        machine += Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        machine += Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         machine += "".join(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))
     terminal = machine
     with suppress(OSError):  # standard error is closed

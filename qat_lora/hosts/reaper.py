@@ -13,7 +13,7 @@ import time
 def is_unnoticed(worker: int, launcher: int) -> bool:
     """Whether the worker is a zombie that this launcher has not collected yet."""
     try:
-        with open(f"/proc/{worker}/stat") as file:
+        with open(f"/proc/{worker}/stat", encoding="utf-8") as file:
             state, parent = file.read().rpartition(")")[2].split()[:2]
     except OSError:
         return False

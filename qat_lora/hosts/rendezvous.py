@@ -193,7 +193,7 @@ def _torchruns_endpoint() -> tuple[str, int]:
     """Where the torchruns of this job meet, according to the command line of this host's."""
     from torch.distributed.run import get_rdzv_endpoint, parse_args
 
-    words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")[:-1]
+    words = Path(f"/proc/{os.getppid()}/cmdline").read_text(encoding="utf-8").split("\0")[:-1]
     at = next(number for number, word in enumerate(words) if word.endswith(("torchrun", "torch.distributed.run")))
     host, _, port = get_rdzv_endpoint(parse_args(words[at + 1 :])).rpartition(":")
     return (host, int(port)) if host else (port, RDZV_PORT)

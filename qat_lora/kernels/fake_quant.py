@@ -70,9 +70,9 @@ def _one_a_group(scale: Tensor, weight: Tensor) -> bool:
 
 
 class Stored(torch.autograd.Function):
-    """A learned scale as it is stored: its magnitude clamped to at least `least`, its sign kept, rounded to fp16, and
-    magnitudes below 1024 · least to a multiple of `least`. The gradient passes straight through the rounding and is zero
-    where the magnitude was clamped."""
+    """A learned scale as it is stored: its magnitude clamped to at least `least`, its sign kept, rounded to fp16, or
+    below 1024 · least to a multiple of `least`. The gradient passes straight through the rounding and is zero where the
+    magnitude was clamped."""
 
     @staticmethod
     def forward(ctx, scale: Tensor, least: float = 0.0):

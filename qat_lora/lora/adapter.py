@@ -1,6 +1,7 @@
 """LoRA adapters in PEFT's own format, on a base model or a frozen student."""
 
 import math
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -30,7 +31,7 @@ PLACE = {
 SILENT = {
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "lora_dropout", "megatron_core", "qalora_group_size", "init_lora_weights", "loftq_config", "eva_config",
-    "corda_config", "lora_ga_config", "runtime_config",
+    "corda_config", "lora_ga_config", "runtime_config", "ensure_weight_tying",
 }  # fmt: skip
 BEYOND_PRODUCT = {"use_dora", "lora_bias", "bias"}  # they work in PEFT, but cannot be exported
 STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # these initialise A and B only; others change the base
@@ -60,7 +61,7 @@ def load_adapter(model: nn.Module, path: str | Path, checkpoint: str | Path | No
     folder = Path(path).expanduser()
     saved = _read(folder)
     _check_origin(folder, checkpoint, model)
-    head = unwrap(model).get_output_embeddings()
+    _check_places(folder, saved, unwrap(model))
     try:
         with warnings.catch_warnings():  # PEFT only warns about missing tensors; they are refused below
             warnings.simplefilter("ignore")
@@ -74,8 +75,6 @@ def load_adapter(model: nn.Module, path: str | Path, checkpoint: str | Path | No
         raise UserError(
             f"adapter {folder} does not fit the model: {odd[0]} is in only one of them; use the model of its run"
         )
-    if unwrap(adapted).get_output_embeddings() is not head:
-        raise UserError(f"adapter {folder} changes the LM head, which is not supported; train one without it")
     return adapted.requires_grad_(False)
 
 
@@ -105,6 +104,17 @@ def _read(folder: Path) -> dict[str, Tensor]:
         raise UserError(
             f"adapter {folder}: {file.name} is damaged ({one_line(error)}); copy or train it again"
         ) from error
+
+
+def _check_places(folder: Path, saved: dict[str, Tensor], base: nn.Module) -> None:
+    """Raise UserError for an adapter of the LM head or the embedding."""
+    tables = {id(base.get_output_embeddings()): "LM head", id(base.get_input_embeddings()): "embedding"}
+    for name, module in base.named_modules():
+        if id(module) in tables and any(re.search(rf"(^|\.){re.escape(name)}\.", key) for key in saved):
+            raise UserError(
+                f"adapter {folder} changes {name}, the model's {tables[id(module)]}, which is not supported; train one "
+                "without it"
+            )
 
 
 def _check_config(folder: Path, config: dict) -> None:

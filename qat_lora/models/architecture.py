@@ -312,16 +312,37 @@ def is_recurrent(model: nn.Module) -> bool:
         return False
 
 
+def _ropes(config: PreTrainedConfig) -> list[dict]:
+    """The settings of each rotary embedding."""
+    held = getattr(config, "rope_parameters", None) or {}
+    return [rope for rope in (held, *held.values()) if isinstance(rope, dict) and "rope_type" in rope]
+
+
+def context_length(config: PreTrainedConfig) -> int | None:
+    """The number of positions that a model supports; None: no limit. A rotary embedding that is scaled by a factor
+    extends the positions of the original model, which some configs give in place of their own."""
+    limit = getattr(config, "max_position_embeddings", None)
+    if not limit:
+        return None
+    scaled = [
+        (rope.get("original_max_position_embeddings") or limit) * factor
+        for rope in _ropes(config)
+        if (factor := rope.get("factor"))
+    ]
+    return int(max([limit, *scaled]))
+
+
 def short_range(config: PreTrainedConfig) -> int | None:
     """The length in tokens up to which a text's output depends neither on the lengths of other texts in its batch
-    nor on its place in a row; None: no limit. Beyond it, LongRoPE uses different frequencies and Llama 4 a different
-    attention temperature."""
-    ropes = getattr(config, "rope_parameters", None) or {}
-    limits = [
-        rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-        for rope in (ropes, *ropes.values())
-        if isinstance(rope, dict) and rope.get("rope_type") == "longrope"
-    ]
+    nor on its place in a row; None: no limit. Beyond it, LongRoPE and dynamic scaling use other frequencies and Llama 4
+    another attention temperature."""
+    limits = []
+    for rope in _ropes(config):
+        if rope["rope_type"] in ("longrope", "dynamic"):
+            original = rope.get("original_max_position_embeddings")
+            limits.append(original or getattr(config, "original_max_position_embeddings", None))
+        if rope["rope_type"] == "dynamic":
+            limits.append(config.max_position_embeddings)
     if getattr(config, "attn_temperature_tuning", False):
         limits.append(getattr(config, "floor_scale", None))
     return min((int(limit) for limit in limits if limit), default=None)

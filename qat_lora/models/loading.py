@@ -3,12 +3,12 @@
 import copy
 import functools
 import hashlib
-import io
 import os
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager
+from logging import WARNING, Handler, LogRecord
 from pathlib import Path
 from unittest.mock import patch
 
@@ -16,13 +16,13 @@ import gguf
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, modeling_gguf_pytorch_utils
 from transformers.integrations.gguf import gguf_tokenizer_mapping
 from transformers.utils import logging
 
 from qat_lora.backend.machine import check_memory, giving_memory_back
-from qat_lora.errors import UserError, first_line, one_line
-from qat_lora.models.architecture import short_range
+from qat_lora.errors import UserError, first_line, one_line, to_stderr
+from qat_lora.models.architecture import context_length, short_range
 from qat_lora.models.check import check
 from qat_lora.models.identity import check_pickle, fingerprint, headers, tokenizer_fingerprint
 from qat_lora.models.multimodal import full_class, language_model, loads_as_text, text_class, text_config, text_part
@@ -49,7 +49,24 @@ _one_at_a_time = threading.RLock()
 # transformers rebuilds the same table for every module of a GGUF file's model, which takes half the loading time.
 gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
 
-logging.set_verbosity_error()
+
+class Warn(Handler):
+    """Prints what transformers warns of, each warning once."""
+
+    def __init__(self):
+        super().__init__(WARNING)
+        self.said = {""}
+
+    def emit(self, record: LogRecord) -> None:
+        # the report of missing and unexpected tensors, which are refused here
+        text = "" if record.name.endswith("loading_report") else " ".join(record.getMessage().split())
+        if text not in self.said:
+            self.said.add(text)
+            to_stderr(f"warning: transformers says: {text}")
+
+
+logging.disable_default_handler()
+logging.add_handler(Warn())
 logging.disable_progress_bar()
 
 # llama.cpp requires a non-empty list; this pair never occurs, since all symbols are single bytes.
@@ -65,12 +82,11 @@ def _load(kind, name: str, **options):
     source = model_source(name)
     fault = hub_fault("model", name) if is_hub(name) else None
     offline = fault is not None  # files downloaded by an earlier run still load
-    # redirect_stderr: the GGUF reader shows its own progress bar
     with (
         _building(name, fault),
         patch.object(gguf, "GGUFReader", gguf_reader),
         patch.object(gguf_tokenizer_mapping, "get_merges", _merges),
-        redirect_stderr(io.StringIO()),
+        patch.object(modeling_gguf_pytorch_utils, "tqdm", lambda tensors, **shown: tensors),  # no progress bar
     ):
         return kind.from_pretrained(**source, **options, trust_remote_code=False, local_files_only=offline)
 
@@ -157,7 +173,7 @@ def check_length(name: str, length: int, flags: str = "--length", mixed: bool = 
     Llama 4's attention counts slots of the row, so beyond `short_range` a text's output depends on the other texts.
     """
     config = load_config(name)
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = context_length(config)
     if limit and length > limit:
         raise UserError(f"{flags} {length} exceeds the {limit} positions of {name}; use at most {limit}")
     limit = short_range(config)
@@ -213,11 +229,6 @@ def load_model(name: str) -> nn.Module:
         if full.get_parameter(one) is not full.get_parameter(other):  # transformers leaves them untied if they differ
             raise _differently_tied(name, one, other)
     if getattr(model.config, "quantization_config", None) is not None:
-        if "gguf_file" not in model_source(name):
-            raise UserError(
-                f"model {name!r} is stored quantised and cannot be loaded in full precision; give its bf16, fp16 or "
-                "fp32 version"
-            )
         del model.config.quantization_config  # loading a GGUF file sets it, but save_pretrained refuses it
         model.hf_quantizer = None
         model.is_quantized = False
@@ -336,7 +347,7 @@ def check_headers(name: str) -> None:
     whole = _full_config(name)
     kind = full_class(name, whole)
     files = [] if is_hub(name) or is_planned(name) else weight_files(name)
-    if not files or any(file.suffix != ".safetensors" for file in files) or getattr(whole, "quantization_config", None):
+    if not files or any(file.suffix != ".safetensors" for file in files):
         return
     stored = headers(files)
     tensors = {key: header.empty() for key, header in stored.items()}

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+import re
 import tempfile
 from pathlib import Path
 
@@ -25,6 +26,8 @@ SPEECH = (
     *TOKENIZERS, "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja",
     "chat_template.json", "generation_config.json",
 )  # fmt: skip
+QUANTISED = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")  # beside a config.json without it
+PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -182,7 +185,7 @@ def config_json(name: str) -> dict:
 
 def _read(path: Path, name: str) -> dict:
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise UserError(f"model {name!r}: {path.name} is damaged ({first_line(error)[:80]}); copy it again") from error
     if not isinstance(content, dict):
@@ -194,6 +197,11 @@ def check_source(name: str) -> None:
     """Raise UserError for anything but a self-contained model: for an adapter (even with a model in the same folder),
     an architecture that transformers does not know, or one that comes with its own Python code."""
     if "gguf_file" in model_source(name):
+        if part := PART.search(name):
+            raise UserError(
+                f"model {name!r} is part {int(part[1])} of {int(part[2])} of a .gguf file; join the parts with "
+                "llama.cpp's llama-gguf-split --merge, or give the model as a folder"
+            )
         return
     if file_of(name, "adapter_config.json"):
         if file_of(name, "config.json") is None:
@@ -205,6 +213,11 @@ def check_source(name: str) -> None:
             "another folder, then give just the model, or also that folder as --adapter"
         )
     config = config_json(name)
+    if method := _stored_quantised(name, config):
+        raise UserError(
+            f"model {name!r} is stored quantised ({method}) and cannot be loaded in full precision; give its bf16, "
+            "fp16 or fp32 version"
+        )
     kind = config.get("model_type")
     if not config or (isinstance(kind, str) and kind in CONFIG_MAPPING):
         return
@@ -219,6 +232,16 @@ def check_source(name: str) -> None:
         f"model {name!r} is of type {kind!r}, which transformers {transformers.__version__} does not know; update "
         "transformers, or give another model"
     )
+
+
+def _stored_quantised(name: str, config: dict) -> str | None:
+    """How a model's weights are stored if not as plain numbers: the method that its files name; None if they are
+    plain."""
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for key in ("quantization_config", "compression_config", "quantization"):
+            if held := part.get(key):
+                return str(held.get("quant_method", key) if isinstance(held, dict) else key)
+    return next((file for file in QUANTISED if not is_hub(name) and file_of(name, file)), None)
 
 
 PUBLISHED = Path(__file__).with_name("published")  # the sizes of the models that presets name

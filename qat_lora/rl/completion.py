@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 from qat_lora.backend import TorchBackend, has_static_shapes
 from qat_lora.data.chat import chat_ids, silent_tokens, spoken
 from qat_lora.errors import UserError
-from qat_lora.models.architecture import unwrap
+from qat_lora.models.architecture import context_length, unwrap
 from qat_lora.models.generate import check_sampling, end_tokens
 from qat_lora.models.tokens import check_ids, prompt_ids
 
@@ -183,7 +183,7 @@ def check_room(
 
 def _context(model: nn.Module) -> int | None:
     """The model's context length in tokens; None if unknown."""
-    return getattr(unwrap(model).config, "max_position_embeddings", None)
+    return context_length(unwrap(model).config)
 
 
 def _encode(tokenizer, prompt: str | list[dict], thinking: bool | None) -> list[int]:

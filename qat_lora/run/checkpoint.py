@@ -45,7 +45,7 @@ def save_checkpoint(
             with open(part / FILES[1], "wb") as file:
                 torch.save({"meta": meta, "state": trainer}, file)
             sums = {name: sha256(part / name) for name in FILES}
-            (part / "meta.json").write_text(json.dumps({**meta, "sha256": sums}, indent=2))
+            (part / "meta.json").write_text(json.dumps({**meta, "sha256": sums}, indent=2), encoding="utf-8")
             for path in part.iterdir():
                 _sync(path)
             shutil.rmtree(target, ignore_errors=True)

@@ -217,7 +217,7 @@ def presets(folder: Path) -> list[str]:
 
 def _yaml(path: Path) -> dict:
     try:
-        values = yaml.safe_load(path.read_text()) or {}
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())}); correct the file") from error
     if not isinstance(values, dict):

@@ -133,7 +133,7 @@ def write_json(path: Path, content: dict) -> None:
 def read_json(path: Path) -> dict:
     """A JSON object from a file; raises UserError with its name if it is missing or damaged."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; restore it, or check the path") from None
     except (ValueError, OSError) as error:

@@ -29,7 +29,7 @@ MADE_OF = {
 def read_config(path: Path) -> dict:
     """The options that a run was started with, from config.yaml; raises UserError if it is missing or damaged."""
     try:
-        found = yaml.safe_load((path / "config.yaml").read_text())
+        found = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
         if not isinstance(found, dict):
             raise ValueError("no options in it")
         return found

@@ -43,7 +43,7 @@ class Run:
         """Append one line to metrics.jsonl and print it, followed by `note`, which is not recorded."""
         if not self.writes:
             return
-        with writing(self.metrics_path), open(self.metrics_path, "a") as file:
+        with writing(self.metrics_path), open(self.metrics_path, "a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step} | values) + "\n")
             file.flush()
             os.fsync(file.fileno())

@@ -16,7 +16,7 @@ PROGRAMS = {path.stem: path for path in sorted((ROOT / "scripts").glob("*.py"))}
 def load_script(name: str) -> ModuleType:
     """A training script as a module, without running it. Raises UserError if it does not define `rehearse`."""
     name = Path(name).stem
-    known = [each for each, path in PROGRAMS.items() if "def rehearse(" in path.read_text()]
+    known = [each for each, path in PROGRAMS.items() if "def rehearse(" in path.read_text(encoding="utf-8")]
     if name not in known:
         why = "cannot be compiled for a TPU" if name in PROGRAMS else "is not a script"
         raise UserError(f"{name} {why}; give one of {', '.join(known)}")

@@ -127,7 +127,7 @@ def gemma(folder, tokenizer, kind="gemma3_text", **config):
     sizes = TINY | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16} | config
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         parameter.data.normal_(0, 0.3 if parameter.ndim > 1 else 1)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -1,9 +1,12 @@
 """Models that are incomplete, contradict their config, or are not causal language models are refused."""
 
 import json
+import logging
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 
 import peft
 import pytest
@@ -14,7 +17,16 @@ from sizes import DEEPSEEK, TINY
 from transformers import AutoModelForCausalLM
 
 from qat_lora.errors import UserError
-from qat_lora.models.loading import check_headers, check_length, empty_model, load_config, load_model, load_tokenizer
+from qat_lora.models.architecture import hidden_states
+from qat_lora.models.loading import (
+    Warn,
+    check_headers,
+    check_length,
+    empty_model,
+    load_config,
+    load_model,
+    load_tokenizer,
+)
 from qat_lora.models.writing import write_model
 
 NAME = "model.layers.1.self_attn.q_proj.weight"
@@ -229,7 +241,93 @@ def test_a_config_that_requests_more_than_logits_can_be_written_again(folder, tm
     write_model(load_model(str(folder)), load_tokenizer(str(folder)), tmp_path / "out", tmp_path / "out")
 
 
+# -- stored quantised ------------------------------------------------------------------------------------------------
+METHODS = (
+    "aqlm", "auto-round", "awq", "bitnet", "bitsandbytes", "compressed-tensors", "eetq", "fbgemm_fp8", "fp8", "gptq",
+    "higgs", "hqq", "mxfp4", "quanto", "quark", "spqr", "torchao", "vptq", "a method of tomorrow",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("where", [
+    *({"quantization_config": {"quant_method": method, "bits": 4}} for method in METHODS),
+    {"compression_config": {"format": "pack-quantized"}},
+    {"quantization": {"group_size": 64, "bits": 4}},  # as MLX writes it
+    {"text_config": {"quantization_config": {"quant_method": "gptq", "bits": 4}}},
+])  # fmt: skip
+def test_a_model_that_is_stored_quantised_is_refused_by_name(folder, where):
+    edit(folder, **where)
+    said = refused(folder, load_config, load_tokenizer, load_model, empty_model)
+    method = next(iter(where.values())).get("quant_method", next(iter(where)))
+    assert f"is stored quantised ({'gptq' if 'text_config' in where else method}) and cannot be loaded in full" in said
+
+
+@pytest.mark.parametrize("file", ["quantize_config.json", "quant_config.json", "hf_quant_config.json"])
+def test_a_file_that_describes_quantised_weights_counts_too(folder, file):
+    (folder / file).write_text('{"bits": 4}')
+    assert f"is stored quantised ({file})" in refused(folder, load_config, load_tokenizer, load_model)
+
+
+@pytest.mark.parametrize("number, count", [(1, 3), (3, 3)])
+def test_a_part_of_a_gguf_file_is_refused_as_one(gguf_file, tmp_path, number, count):
+    path = shutil.copy(gguf_file, tmp_path / f"m-{number:05}-of-{count:05}.gguf")
+    said = refused(path, load_config, load_tokenizer, load_model)
+    assert f"is part {number} of {count} of a .gguf file; join the parts with llama.cpp's llama-gguf-split" in said
+
+
+# -- what transformers warns of --------------------------------------------------------------------------------------
+def test_a_warning_of_transformers_reaches_the_user_once(folder, capsys, monkeypatch):
+    (handler,) = (one for one in logging.getLogger("transformers").handlers if isinstance(one, Warn))
+    monkeypatch.setattr(handler, "said", {""})
+    edit(folder, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 0.5})
+    for _ in range(2):
+        load_config.__wrapped__(str(folder))
+    load_model(str(folder))
+    err = capsys.readouterr().err
+    assert err.count("factor field must be a float or int >= 1, got 0.5") == 1
+    assert err.startswith("warning: transformers says: ")
+
+
+def test_an_export_of_a_wrong_tokenizer_is_still_warned_of(folder, tmp_path, monkeypatch):
+    """transformers warns of the wrong expression of a Mistral's tokenizer only if its version was below 5."""
+    edit(folder, transformers_version="4.51.3")
+    model, tokenizer = load_model(str(folder)), load_tokenizer(str(folder))
+    tokenizer.backend_tokenizer.fix_mistral_regex = False
+    write_model(model, tokenizer, tmp_path / "out", tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["transformers_version"] == "4.51.3"
+
+
+def test_a_config_with_letters_beyond_ascii_is_read_in_any_locale(folder):
+    edit(folder)
+    path = folder / "config.json"
+    held = json.loads(path.read_text()) | {"note": "naïve — 東京"}
+    path.write_text(json.dumps(held, ensure_ascii=False), encoding="utf-8")
+    script = f"from qat_lora.models.loading import load_model; load_model({str(folder)!r})"
+    ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    subprocess.run([sys.executable, "-c", script], env=os.environ | ascii_only, check=True)
+
+
+# -- lengths ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("rope, limit", [
+    ({"rope_type": "linear", "factor": 2.0}, 128),
+    ({"rope_type": "dynamic", "factor": 4.0}, 256),
+    ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+    ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}, 64),
+    ({"rope_type": "default"}, 64),
+])  # fmt: skip
+def test_a_scaled_rotary_embedding_extends_the_context(folder, rope, limit):
+    edit(folder, max_position_embeddings=64, rope_parameters=rope | {"rope_theta": 1e4})
+    check_length(str(folder), limit)
+    with pytest.raises(UserError, match=f"exceeds the {limit} positions"):
+        check_length(str(folder), limit + 1)
+    tokens = torch.arange(limit).unsqueeze(0) % 500
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        hidden = hidden_states(load_model(str(folder)), tokens)
+        assert torch.allclose(plain.lm_head(hidden), plain(tokens).logits, atol=1e-4)
+
+
 @pytest.mark.parametrize("config, limit", [
+    (transformers.LlamaConfig(**TINY, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), 512),
     (transformers.Phi3Config(**TINY | {"max_position_embeddings": 4096}, rope_parameters={
         "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8},
         original_max_position_embeddings=64), 64),

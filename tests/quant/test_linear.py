@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from qat_lora.quant.init import initialise
 from qat_lora.kernels.fake_quant import stored_scale
+from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import SMALLEST_SCALE, QuantLinear, effective_weight, freeze, full_precision
 from qat_lora.quant.spec import QuantSpec
 

@@ -253,7 +253,7 @@ def save(folder: Path, train: PuzzleRows, heldout: PuzzleRows) -> None:
         for side, rows in zip(SIDES, (train, heldout)):
             (part / side).mkdir()
             _save(part / side, rows)
-        (part / "identifiers.json").write_text(json.dumps(["<blank>"]))
+        (part / "identifiers.json").write_text(json.dumps(["<blank>"]), encoding="utf-8")
 
 
 def _save(side: Path, rows: PuzzleRows) -> None:
@@ -266,7 +266,7 @@ def _save(side: Path, rows: PuzzleRows) -> None:
         "total_groups": group_count, "mean_puzzle_examples": len(rows) / puzzle_count, "total_puzzles": puzzle_count,
         "sets": ["all"], "kind": rows.kind, "causal": rows.causal,
     }  # fmt: skip
-    (side / "dataset.json").write_text(json.dumps(facts, indent=2) + "\n")
+    (side / "dataset.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     arrays = {
         "inputs": rows.inputs, "labels": np.where(rows.labels == rows.ignored, PAD, rows.labels),
         "puzzle_identifiers": rows.identifiers[groups.starts[:-1]], "puzzle_indices": groups.starts,

@@ -69,5 +69,5 @@ def describe(
     say(memory_line(memory_of(model, sft, grpo, prompt, checkpointing, backend), backend))
     if backend.static_shapes and checkpointing:
         say("warning: gradient checkpointing is switched off on XLA; a lower --batch-size needs less memory")
-    if backend.static_shapes and HUGEPAGES.is_file() and "[always]" not in HUGEPAGES.read_text():
+    if backend.static_shapes and HUGEPAGES.is_file() and "[always]" not in HUGEPAGES.read_text(encoding="utf-8"):
         say("warning: transparent hugepages are off, which slows down the TPU runtime; run sudo ./enable_hugepages.sh")
