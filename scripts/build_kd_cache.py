@@ -57,7 +57,7 @@ from qat_lora.kd.cache import CacheSpec, cache_date, edges, open_cache, teacher_
 from qat_lora.models.loading import check_headers, check_length, empty_model, load_config, load_model, model_fingerprint
 from qat_lora.models.packaged import notes
 from qat_lora.models.source import is_hub, planned_name
-from qat_lora.run.console import say, summarise, watched
+from qat_lora.run.console import command, say, summarise, watched
 from qat_lora.run.files import lock, read_json, write_json
 from qat_lora.train.language_memory import evaluation_memory, least_teacher_memory, loading_memory, sizes_of
 from qat_lora.train.memory import Parts, check_fits, logits_memory, memory_line
@@ -146,9 +146,8 @@ def report(cfg: Config, directory: Path, tokens: int, seconds: float) -> None:
     write_json(path, {"tokens": tokens, "seconds": round(seconds, 1)})
     size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     say(f"{size / 1e6:.1f} MB; {tokens} tokens in {seconds:.0f} s ({tokens / max(seconds, 1e-9):.0f} tokens/s)")
-    model = "" if cfg.model == EMBEDDED else f"--model {cfg.model} "
-    following = f"python scripts/train_qat.py {model}--config q2_g32 --cache-dir {directory}"
-    summarise({"cache": directory}, [], following)
+    model = None if cfg.model == EMBEDDED else cfg.model
+    summarise({"cache": directory}, [], command("train_qat", model=model, config="q2_g32", cache_dir=directory))
 
 
 def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:

@@ -58,6 +58,7 @@ class Config(LoopOptions, JobConfig):
     )
     mlp_t: bool = opt.model(False, "mix positions with an MLP instead of attention")
     one_step_gradient: bool = opt.model(False, "backpropagate through the last two updates only")
+    start: str | None = opt.model(None, "start from the best model of this run, of the same sizes", identity="start")
     data_path: str | None = opt.data(
         None,
         "dataset: a folder or URL written by build_puzzle_data.py or by TRM [none: puzzles are generated]",
@@ -122,7 +123,6 @@ if __name__ == "__main__":
     check_command_line(Config, NAME, __doc__)  # before the imports that take seconds
 
 import dataclasses
-import shlex
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -134,12 +134,13 @@ from qat_lora.backend import TorchBackend, open_planned, planned_workers
 from qat_lora.backend.machine import check_memory
 from qat_lora.backend.opening import launch
 from qat_lora.errors import UserError
+from qat_lora.experiments.athena.evaluation import started
 from qat_lora.experiments.athena.model import RecursiveModel, RecursiveSpec, memory_of, recursive_memory, segment_loss
 from qat_lora.experiments.athena.puzzles import draw_answer, side
 from qat_lora.experiments.athena.rows import PuzzleRows, draw, load, planned_rows, row_memory, split
 from qat_lora.experiments.athena.training import RecursivePlan, Trainer, announce, athena_stage, describe, placed
-from qat_lora.run.console import attempt, say, summarise
-from qat_lora.run.files import write_atomically
+from qat_lora.run.console import attempt, command, say, summarise
+from qat_lora.run.files import sha256, write_atomically
 from qat_lora.run.metrics import Share, Total
 from qat_lora.run.remote import bring_back, check_unused, copy_out
 from qat_lora.run.report import write_report
@@ -176,7 +177,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     spec = spec_of(cfg, train)
     need = check_sizes(cfg, spec, backend, workers)
     backend.seed(cfg.seed)
-    model = RecursiveModel(spec)
+    model = started(cfg.start, spec) if cfg.start else RecursiveModel(spec)
     if backend.is_main:
         describe(backend, train, heldout, plan, model, workers)
         say(f"memory of a worker: at least {need / 1e9:,.2f} GB")
@@ -185,7 +186,9 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     if cfg.dry_run:
         return
 
-    run = open_or_restore(cfg, {"data": train.fingerprint, "heldout_data": held.fingerprint}, backend)
+    facts = {"data": train.fingerprint, "heldout_data": held.fingerprint}
+    facts |= {"start": sha256(Path(cfg.start, "best.pt"))} if cfg.start else {}
+    run = open_or_restore(cfg, facts, backend)
     saved = (lambda path: copy_out(run.path, path, cfg.checkpoint_path)) if cfg.checkpoint_path else None
     session = Session(run, backend, cfg.every(), ("loss", "exact"), saved=saved)
     trainer = Trainer(placed(model, backend, cfg.gradient_checkpointing, cfg.compile), plan, backend)
@@ -309,8 +312,8 @@ def finish(run: Run, trainer: Trainer, heldout: PuzzleRows, cost: dict) -> None:
             f"{figures['heldout_exact']:.1%} are when the model halts by itself, on average after "
             f"{figures['heldout_segments']:.1f} segments",
         ],
-        f"python scripts/solve_puzzles.py --run {shlex.quote(str(run.path))}",
-        "python scripts/build_puzzle_data.py --kind sudoku9 --count 11000 --output-dir data/sudoku9",
+        command("solve_puzzles", run=run.path),
+        command("build_puzzle_data", kind="sudoku9", count=11000, output_dir="data/sudoku9"),
     )
 
 

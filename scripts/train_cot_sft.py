@@ -114,7 +114,7 @@ from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import base_content, load_base, write_student
 from qat_lora.rl.rollout import check_answers
 from qat_lora.rl.sampler import GREEDY, Sampler
-from qat_lora.run.console import say
+from qat_lora.run.console import command, say
 from qat_lora.run.metrics import Share, Total
 from qat_lora.run.report import finish
 from qat_lora.run.resuming import begun, prepare
@@ -187,7 +187,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         made, gap = write_trained(model, cfg.model, run.path, tokenizer, data.train[0]["tokens"], backend)
         finish(
             run, figures | cost | {"merged_logit_gap": gap}, made, quality(run, before | figures),
-            f'python scripts/run_legal_assistant.py --run {run.path} --question "{QUESTION}"',
+            command("run_legal_assistant", run=run.path, question=QUESTION),
         )  # fmt: skip
 
 

@@ -102,7 +102,7 @@ from qat_lora.models.loading import empty_model, load_tokenizer, model_fingerpri
 from qat_lora.models.source import planned_name
 from qat_lora.quant.calibration import calibrate, check_start, load_start
 from qat_lora.quant.student import StudentSpec, bits_per_weight, megabytes, quantize, save_student
-from qat_lora.run.console import compared, say
+from qat_lora.run.console import command, compared, say
 from qat_lora.run.metrics import Share, Total
 from qat_lora.run.report import finish
 from qat_lora.run.resuming import prepare
@@ -160,7 +160,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
             run, {"best": {"heldout_kl": best.value}, "bits_per_weight": bits, **cost},
             {f"student of {bits:.2f} bits per weight": kept},
             [f"held-out KL to the teacher {compared(best.value, before, 'before training')}"],
-            f"python scripts/train_recovery_lora.py --checkpoint {kept} --cache-dir {cfg.cache_dir}",
+            command("train_recovery_lora", checkpoint=kept, cache_dir=cfg.cache_dir),
         )  # fmt: skip
 
 
@@ -195,8 +195,8 @@ def check(cfg: Config) -> None:
         raise UserError("give either --from-scratch, to start from the base model, or --checkpoint FILE")
     if not cfg.cache_dir:
         raise UserError(
-            "--cache-dir is missing; build a cache with python scripts/build_kd_cache.py --dataset TEXT "
-            "--cache-dir FOLDER"
+            "--cache-dir is missing; build a cache with "
+            + command("build_kd_cache", model=cfg.model, dataset="TEXT", cache_dir="FOLDER")
         )
 
 

@@ -46,6 +46,9 @@ class Config(TextOptions, TrainOptions, JobConfig):
     adapter_init: Literal["zero", "error"] = opt.model(
         "zero", "initialisation: zero, or error (the best low-rank approximation of the quantisation error)"
     )
+    adapter: str | None = opt.model(
+        None, "start from this adapter of the student, of the same rank, alpha and targets", identity="start"
+    )
     mode: Literal["kd", "sft", "recover"] = opt.data(
         "kd", "objective: kd (from a cache), sft (chat rows, loss on completions only) or recover (plain text)"
     )
@@ -79,7 +82,7 @@ from qat_lora.data.templates import template_facts
 from qat_lora.errors import UserError
 from qat_lora.kd.dataset import open_splits, planned_rows
 from qat_lora.kd.training import heldout_figures, target_entropy
-from qat_lora.lora.adapter import adapter_values, save_adapter
+from qat_lora.lora.adapter import adapter_values, save_adapter, take_values, weight_file
 from qat_lora.lora.add import add_adapter, fit_to_error
 from qat_lora.lora.recovery import MODES, Anchor, fitting_memory, recovery_stage
 from qat_lora.lora.targets import coverage, left_out
@@ -88,7 +91,7 @@ from qat_lora.models.loading import adapter_notes, check_length, load_model, mod
 from qat_lora.models.packaged import EMBEDDED
 from qat_lora.models.source import planned_name
 from qat_lora.quant.student import StudentSpec, bits_per_weight, empty_student, load_student, read_student
-from qat_lora.run.console import compared, say
+from qat_lora.run.console import command, compared, say
 from qat_lora.run.files import sha256
 from qat_lora.run.metrics import Share, Total
 from qat_lora.run.report import finish
@@ -125,9 +128,13 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     # the other workers get their values from worker 0
     student = load_student(cfg.checkpoint, cfg.model)[0] if backend.is_main else empty_student(made)
     model = adapted(cfg, student)
+    if backend.is_main and cfg.adapter:
+        take_values(model, cfg.adapter, cfg.checkpoint)
 
     facts = backend.facts | {"student": backend.group.on_main(lambda: sha256(Path(cfg.checkpoint)))}
     facts |= {"data": train.fingerprint} | template_facts(tokenizer, cfg.chat_template)
+    if cfg.adapter:
+        facts["start"] = backend.group.on_main(lambda: sha256(weight_file(Path(cfg.adapter))))
     facts["base"] = backend.group.on_main(lambda: model_fingerprint(made["model"]))
     run = open_run(NAME, cfg, facts | cfg.update_facts(backend.world_size), backend.group)
     backend.seed(cfg.seed)
@@ -154,7 +161,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         finish(
             run, {"best": {best.figure: best.value}, "bits_per_weight": bits, **cost}, {"adapter": kept},
             [f"held-out {figure} {compared(best.value, without, 'without the adapter')}"],
-            f"python scripts/run_inference.py --checkpoint {cfg.checkpoint} --adapter {kept} --prompt Hello",
+            command("run_inference", model=cfg.model, checkpoint=cfg.checkpoint, adapter=kept, prompt="Hello"),
         )  # fmt: skip
 
 
@@ -181,6 +188,8 @@ def recover(
 
 # -- the steps -------------------------------------------------------------------------------------------------------
 def check(cfg: Config) -> None:
+    if cfg.adapter and cfg.adapter_init != "zero":
+        raise UserError("--adapter and --adapter-init error are two starts; give one")
     if not cfg.checkpoint:
         raise UserError("--checkpoint is missing; give the best.pt of train_qat.py")
     if cfg.mode == "kd" and not cfg.cache_dir:

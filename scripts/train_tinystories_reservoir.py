@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qat_lora.run import options as opt
-from qat_lora.run.command_line import check_command_line, run_script
+from qat_lora.run.command_line import check_command_line, parse, run_script
 from qat_lora.run.options import JobConfig
 from qat_lora.train.options import LoopOptions
 
@@ -51,6 +51,9 @@ class Config(LoopOptions, JobConfig):
     attention_window: int = opt.model(0, "tokens that a reservoir block attends to; 0 uses no attention", at_least=0)
     heads: int = opt.model(4, "attention heads", at_least=1)
     dropout: float = opt.model(0.1, "dropout rate", at_least=0, below=1, fix="use e.g. 0.1")
+    start: str | None = opt.model(
+        None, "start from the best model of this run, of the same sizes and seed, with its tokenizer", identity="start"
+    )
     dataset: str = opt.data(
         "embedded",
         "text: embedded (Python's help topics), a local .txt, .jsonl or .parquet file, or a hub dataset",
@@ -90,10 +93,10 @@ if __name__ == "__main__":
 
 import dataclasses
 import os
-import shlex
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 from torch import nn
 
 from qat_lora.backend import TorchBackend, open_planned, planned_workers
@@ -110,15 +113,15 @@ from qat_lora.experiments.stories.evaluation import (
     tell_stories,
     unigram_perplexity,
 )
-from qat_lora.experiments.stories.models import build, memory_of, shape_of, story_memory, trained
+from qat_lora.experiments.stories.models import build, load_run, memory_of, shape_of, story_memory, trained
 from qat_lora.experiments.stories.scan import CHUNK, LEVELS
 from qat_lora.experiments.stories.text import Blocks, Stories, load_stories, planned_stories
 from qat_lora.rl.rollout import Sampling
-from qat_lora.run.console import attempt, say, summarise
-from qat_lora.run.files import write_atomically
+from qat_lora.run.console import attempt, command, say, summarise
+from qat_lora.run.files import sha256, write_atomically
 from qat_lora.run.metrics import Share, Total
 from qat_lora.run.report import write_report
-from qat_lora.run.resuming import prepare
+from qat_lora.run.resuming import prepare, read_config
 from qat_lora.run.rundir import Run, open_run
 from qat_lora.run.session import Session
 from qat_lora.train.loop import Plan, plain_stage, restore, tokens_of
@@ -145,14 +148,15 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     here = planned_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size
     check_share(cfg, here)
     text = (cfg.dataset, cfg.max_stories, cfg.heldout_fraction, cfg.tokenizer, cfg.vocab_size)
-    stories = load_stories(*text, cache=None if cfg.dry_run else CACHE)
+    start, given = started(cfg) if cfg.start else (None, None)
+    stories = load_stories(*text, cache=None if cfg.dry_run else CACHE, given=given)
     train = Blocks(stories.train, cfg.length)
     plan = plan_of(cfg, len(train), here)
     shape, tokens = shape_of(cfg), plan.batch_size * cfg.length
     if not cfg.dry_run:  # a dry run may plan for another machine
         what = f"training on --global-batch-size {cfg.global_batch_size} × {cfg.length} tokens"
         check_fits(backend, story_memory(stories.vocab, shape, tokens, backend.bf16), what, here)
-    model = build(cfg.model, stories.vocab, shape, cfg.seed)
+    model = start or build(cfg.model, stories.vocab, shape, cfg.seed)
     if backend.is_main:
         describe(cfg, backend, stories, train, model, plan)
         if backend.static_shapes:
@@ -160,7 +164,9 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     if cfg.dry_run:
         return
 
-    run = open_run(NAME, cfg, backend.facts | {"data": stories.fingerprint}, backend.group)
+    facts = backend.facts | {"data": stories.fingerprint}
+    facts |= {"start": sha256(Path(cfg.start, "best.pt"))} if cfg.start else {}
+    run = open_run(NAME, cfg, facts, backend.group)
     backend.seed(cfg.seed + backend.rank)  # each worker draws its own dropout
     session = Session(run, backend, cfg.every(), ("loss", "heldout_ppl"))
     if backend.is_main:
@@ -188,9 +194,11 @@ def train_language_model(model: nn.Module, train: Blocks, plan: Plan, session: S
 
 
 def resolved(cfg: Config, device: str) -> Config:
-    """The config that is used and recorded: with the device and, on TPU, a larger batch and learning rate."""
+    """The config that is used and recorded: with the device and, on TPU, a larger batch and learning rate, unless they
+    are those of the run that --resume names."""
     batch_size, rate = cfg.global_batch_size, cfg.learning_rate
-    if has_static_shapes(device):
+    run = read_config(Path(cfg.resume)) if Path(cfg.resume, "config.yaml").is_file() else {}
+    if has_static_shapes(device) and batch_size != run.get("global_batch_size"):
         batch_size, rate = on_tpu(batch_size, rate)
     return dataclasses.replace(cfg, device=device, global_batch_size=batch_size, learning_rate=rate)
 
@@ -203,6 +211,20 @@ def check(cfg: Config) -> None:
     Sampling(cfg.temperature, cfg.top_k, cfg.top_p)
     if cfg.model != "transformer" and cfg.length > CHUNK**LEVELS:
         raise UserError(f"--length {cfg.length} is more than the {CHUNK**LEVELS} steps of a scan; shorten it")
+
+
+def started(cfg: Config) -> tuple[SmallLM, Tokenizer]:
+    """The best model of the run --start, to train on, and its tokenizer. Raises UserError for one of other sizes."""
+    model, stories, _ = load_run(Path(cfg.start))
+    was = read_config(Path(cfg.start))
+    names = [field.name for field in dataclasses.fields(cfg) if field.metadata["group"] == "model"]
+    for name in ("seed", *names):  # the seed decides the reservoirs, which no file holds
+        if name != "start" and getattr(cfg, name) != was.get(name):
+            flag = name.replace("_", "-")
+            raise UserError(
+                f"--start {cfg.start} has --{flag} {was.get(name)}, not {getattr(cfg, name)}; give the same one"
+            )
+    return model, stories.tokenizer
 
 
 def check_share(cfg: Config, workers: int) -> None:
@@ -254,16 +276,29 @@ def finish(
     page = attempt("writing the report", write_report, run.path, result)
     run.finish("finished", **result)
     say(f"\na held-out story, continued:\n{told[-1]}")
-    again = f"python scripts/{NAME}.py {f'--config {cfg.config} ' if cfg.config else ''}--dataset {cfg.dataset}"
     summarise(
         {"model": run.path / "best.pt", "stories": run.path / "samples.txt", "report": page},
         [
             f"held-out perplexity {figures['heldout_ppl']:.2f}, {figures['bits_per_byte']:.4f} bits per byte; "
             f"perplexity of the token frequencies alone {unigram_perplexity(stories):.2f}"
         ],
-        f"python scripts/tell_stories.py --run {shlex.quote(str(run.path))}",
-        "make report" if cfg.model == "transformer" else f"{again} --model transformer",  # the baseline of this size
+        command("tell_stories", run=run.path),
+        "make report" if cfg.model == "transformer" else baseline(cfg),
     )
+
+
+def baseline(cfg: Config) -> str:
+    """The command that trains a transformer of this size on this text: every option that differs from the preset's, as
+    it was typed, so that a TPU doubles the batch only once."""
+    usual = parse(Config, NAME, ["--config", cfg.config] if cfg.config else [])
+    changed, scaled = {}, resolved(usual, cfg.device)
+    for field in dataclasses.fields(cfg):
+        value = getattr(cfg, field.name)
+        if field.metadata["group"] in ("model", "data", "optimisation") and value != getattr(scaled, field.name):
+            changed[field.name] = value
+    for name in changed.keys() & {"global_batch_size", "learning_rate"}:
+        changed[name] = type(changed[name])(changed[name] * getattr(usual, name) / getattr(scaled, name))
+    return command(NAME, config=cfg.config, **changed | {"model": "transformer"})
 
 
 def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:

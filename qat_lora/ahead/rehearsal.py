@@ -29,6 +29,9 @@ class Rehearsal:
             with self.backend.phase(f"{stage}: {'first update' if step == 1 else 'update'}", self.tokens):
                 yield step
 
+    def period(self, step: int, total: int) -> tuple[int, int]:
+        return step, total
+
     def record(self, **metrics) -> None:
         """A line of the log is fetched between steps, and adds nothing to a graph."""
         self.backend.noted(metrics)
@@ -67,6 +70,9 @@ class Updates:
         for step in range(self.first, (self.last or total) + 1):
             yield step
             self.after(step)
+
+    def period(self, step: int, total: int) -> tuple[int, int]:
+        return step, total
 
     def record(self, **metrics) -> None:
         self.figures.append(metrics)

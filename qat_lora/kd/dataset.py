@@ -16,6 +16,7 @@ from qat_lora.errors import UserError, one_line
 from qat_lora.kd import DRAWS
 from qat_lora.kd.cache import PREFIX, CacheSpec, read_manifest, read_shard
 from qat_lora.models.loading import EMBEDDED, load_config
+from qat_lora.run.console import command
 
 
 class KDCacheDataset(Dataset):
@@ -131,6 +132,7 @@ class KDCacheDataset(Dataset):
 
 def open_splits(cache_dir: str, model: str, tokenizer) -> tuple[KDCacheDataset, KDCacheDataset]:
     """The training and held-out rows of a cache, for a model and its tokenizer."""
+    check_made(cache_dir, None if model == EMBEDDED else model)
     facts = {"tokenizer": tokenizer_fingerprint(tokenizer), "vocab": load_config(model).vocab_size}
     return KDCacheDataset(cache_dir, "train", **facts), KDCacheDataset(cache_dir, "heldout", **facts)
 
@@ -201,10 +203,15 @@ def clipped(item: dict[str, Tensor], k: int, vocab: int) -> dict[str, Tensor]:
     }
 
 
-def _manifest(directory: Path, tokenizer: str | None) -> tuple[CacheSpec, dict]:
-    if not (directory / "manifest.json").exists():
-        build = f"python scripts/build_kd_cache.py --dataset TEXT --cache-dir {directory}"
+def check_made(directory: str | Path, model: str | None = None) -> None:
+    """Raise UserError, with the command that builds it for a model, unless there is a cache."""
+    if not Path(directory, "manifest.json").exists():
+        build = command("build_kd_cache", model=model, dataset="TEXT", cache_dir=directory)
         raise UserError(f"cache {directory} has no manifest.json; build it with {build}")
+
+
+def _manifest(directory: Path, tokenizer: str | None) -> tuple[CacheSpec, dict]:
+    check_made(directory)
     spec, shards = read_manifest(directory)
     if tokenizer not in (None, spec.tokenizer):
         raise UserError(

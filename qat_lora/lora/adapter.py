@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
-from peft.utils import get_peft_model_state_dict, load_peft_weights
+from peft.utils import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -76,6 +76,22 @@ def load_adapter(model: nn.Module, path: str | Path, checkpoint: str | Path | No
             f"adapter {folder} does not fit the model: {odd[0]} is in only one of them; use the model of its run"
         )
     return adapted.requires_grad_(False)
+
+
+def take_values(model: nn.Module, path: str, checkpoint: str | Path | None) -> None:
+    """Give a new adapter, on the CPU, the values of a saved one of the same rank, alpha and layers. Raises UserError
+    for another one, and where `load_adapter` does."""
+    folder = Path(path).expanduser()
+    saved, new = _read(folder), get_peft_model_state_dict(model, save_embedding_layers=False)
+    _check_origin(folder, checkpoint, model)
+    there, here = read_json(folder / "adapter_config.json"), model.peft_config["default"]
+    for name in sorted(SIZE, reverse=True):
+        if there.get(name) != getattr(here, name):
+            raise UserError(f"adapter {folder} has {name} {there.get(name)}, not {getattr(here, name)}; give its own")
+    odd = sorted(saved.keys() ^ new.keys())
+    if odd:
+        raise UserError(f"adapter {folder} has other layers: {odd[0]} is in only one of them; give its own --targets")
+    set_peft_model_state_dict(model, saved)
 
 
 def adapter_values(model: nn.Module) -> int:

@@ -29,6 +29,7 @@ from qat_lora.models.multimodal import full_class, language_model, loads_as_text
 from qat_lora.models.packaged import EMBEDDED, PACKAGED
 from qat_lora.models.source import (
     TOKENIZERS,
+    WEIGHTS,
     absolute_name,
     check_source,
     config_json,
@@ -100,6 +101,11 @@ def _building(name: str, fault: str | None = None) -> Iterator[None]:
     except Exception as error:  # transformers may raise anything for arbitrary files
         source = model_source(name)
         said = (fault or one_line(error, 500)).replace(f"{source['pretrained_model_name_or_path']}/", "")[:160]
+        if fault and any(file_of(name, file) for file in ("config.json", *TOKENIZERS, *WEIGHTS)):
+            raise UserError(
+                f"model {name!r} was downloaded only in part ({first_line(error)[:160]}), and the hub cannot be "
+                f"reached now ({said}); download it again, or give a local folder"
+            ) from error
         fix = (
             "the file is damaged or of a type that transformers cannot read: download it again, or give a model folder"
             if "gguf_file" in source

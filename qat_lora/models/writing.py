@@ -49,9 +49,9 @@ def write_model(
             tokenizer.save_pretrained(folder)
         except ValueError as error:  # settings that transformers refuses to write
             raise cannot_write(shown, error) from error
-        if (
-            getattr(getattr(tokenizer, "backend_tokenizer", None), "fix_mistral_regex", None) is False
-        ):  # see loading.Warn
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        # transformers warns of such a tokenizer only if its model was written by a version before 5
+        if getattr(backend, "fix_mistral_regex", None) is False:
             version = {"transformers_version": model.config.transformers_version}
             write_json(folder / "config.json", read_json(folder / "config.json") | version)
         _leave_out(folder / "tokenizer.json", getattr(tokenizer, "without_row", {}))

@@ -60,6 +60,11 @@ def save_checkpoint(
     return target
 
 
+def newest_checkpoint(run_path: Path) -> Path | None:
+    """The newest checkpoint of a run, intact or not; None if there is none."""
+    return next(iter(_newest_first(run_path / "checkpoints")), None)
+
+
 # -- the run's files -------------------------------------------------------------------------------------------------
 def _existing(run_path: Path, files: Sequence[str]) -> list[str]:
     """The given files that exist, and every file in given folders, as sorted paths relative to the run."""

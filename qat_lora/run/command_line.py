@@ -33,13 +33,15 @@ def parse(
     defaults: dict[str, Any] | None = None,
 ):  # fmt: skip
     """Parse the command line of `script` into its config: `--key value`, `key=value`, and presets of configs/<script>/.
+    With --resume RUN, options that are not given are those of the run.
 
     presets: the folder in configs/ to use instead, for a script that uses another one's presets. defaults: override the
     fields' own. Raises UserError for an unknown key, naming the nearest known one, and for a wrong value, saying what
     is allowed.
     """
     argv = _normalised(argv, kind)
-    values = (defaults or {}) | _preset(argv, kind, presets or script)
+    preset, run = _preset(argv, kind, presets or script), _of_run(argv, kind)
+    values = (defaults or {}) | (run | preset if _values_of("--config", argv) else preset | run)
     found, unknown = _parser(kind, script, description, values).parse_known_args(argv)
     if unknown and unknown[0].startswith("-") and not unknown[0].startswith("--"):
         raise UserError(f"{unknown[0]} has one dash and options have two: use -{unknown[0]}, see --help")
@@ -165,9 +167,26 @@ def _check_in_section(key: str, section: str, kind: type, what: str, mark: str) 
 
 
 # -- presets ---------------------------------------------------------------------------------------------------------
+def _values_of(flag: str, argv: list[str]) -> list[str]:
+    """The values of a flag on a command line."""
+    joined = [word.split("=", 1)[1] for word in argv if word.startswith(f"{flag}=")]
+    return joined + [value for word, value in itertools.pairwise(argv) if word == flag]
+
+
+def _of_run(argv: list[str], kind: type) -> dict:
+    """The options of the run that --resume names."""
+    names = [name for name, field in _names(kind).items() if field == "resume"]
+    for named in [value for name in names for value in _values_of(f"--{name.replace('_', '-')}", argv)][-1:]:
+        if Path(named, "config.yaml").is_file():
+            from qat_lora.run.resuming import read_config
+
+            fields = {field.name for field in dataclasses.fields(kind)} - {"resume", "output_dir", "dry_run"}
+            return {name: value for name, value in read_config(Path(named)).items() if name in fields}
+    return {}
+
+
 def _preset(argv: list[str], kind: type, script: str) -> dict:
-    names = [word.split("=", 1)[1] for word in argv if word.startswith("--config=")]
-    names += [name for word, name in itertools.pairwise(argv) if word == "--config"]
+    names = _values_of("--config", argv)
     if len(names) > 1:
         raise UserError(
             f"--config is given {len(names)} times ({', '.join(names)}); give one; `base:` in a preset names another"

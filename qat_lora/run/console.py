@@ -1,5 +1,6 @@
 """Console output for people: lines above a progress bar, warnings, and the progress of a long job."""
 
+import shlex
 import sys
 import threading
 import time
@@ -75,6 +76,14 @@ def typed_lines(what: str) -> Iterator[str]:
     if sys.stdin.isatty():
         say(f"type one {what} per line; end with Ctrl-D")
     yield from map(str.strip, sys.stdin)
+
+
+def command(script: str, *words: str, **options) -> str:
+    """A line for a shell that runs one of our scripts with these words and options; an option that is None is left
+    out."""
+    for name, value in options.items():
+        words += () if value is None else (f"--{name.replace('_', '-')}", str(value))
+    return f"python scripts/{script}.py {shlex.join(words)}"
 
 
 def summarise(made: dict[str, Any], quality: list[str], *following: str) -> None:

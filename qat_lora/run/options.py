@@ -118,7 +118,9 @@ class RunConfig(ScriptConfig):
 
     output_dir: str | None = _run(None, "run directory [runs/<experiment>/<time>-<preset>-s<seed>-<sha>]")
     resume: str = _run(
-        "off", "resume a run: off, auto (the newest unfinished run with these options), or a run directory"
+        "off",
+        "resume a run: off, auto (the newest unfinished run with these options), or a run directory, whose options are "
+        "then the defaults; a larger --max-steps extends a finished run",
     )
     report_to: Literal[*TRACKERS] = _run(
         "none", "also send every line of metrics.jsonl to Weights & Biases or TensorBoard"

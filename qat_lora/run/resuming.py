@@ -17,6 +17,7 @@ from qat_lora.run.options import JobConfig, RunConfig
 
 FORMAT = 1  # of a run directory; another is refused
 CONFIG_SUM = "config_sha256"  # in manifest.json
+AGAIN = "the learning rate warms up and decays again over the added updates"  # how a run is extended
 STAMP = "%Y%m%dT%H%M%SZ"
 UPDATE = "batch size × accumulation steps × workers"
 MADE_OF = {
@@ -27,16 +28,47 @@ MADE_OF = {
 
 
 def read_config(path: Path) -> dict:
-    """The options that a run was started with, from config.yaml; raises UserError if it is missing or damaged."""
+    """The options that a run was started with, from config.yaml, with the --max-steps that it was last extended to;
+    raises UserError if the file is missing or damaged."""
     try:
         found = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
         if not isinstance(found, dict):
             raise ValueError("no options in it")
-        return found
     except (OSError, yaml.YAMLError, ValueError) as error:
         raise UserError(
             f"{path}/config.yaml is missing or damaged ({first_line(error)}); restore it, or start in another folder"
         ) from error
+    manifest = path / "manifest.json"
+    extended = read_json(manifest).get("extended") if manifest.exists() else None
+    return found | {"max_steps": extended[-1]["max_steps"]} if extended else found
+
+
+def extension(path: Path, config: RunConfig) -> dict | None:
+    """How `config` extends a finished run, for its manifest: `after` (all its updates so far, over all stages), `done`
+    (those of the last stage) and the new max_steps; None if --max-steps is not given or is the run's own.
+
+    Raises UserError unless it is more than the last stage has had, or if the run has no checkpoint left.
+    """
+    from qat_lora.run.checkpoint import newest_checkpoint
+
+    wanted = getattr(config, "max_steps", None)
+    if _status(path) != "finished" or wanted in (None, read_config(path).get("max_steps")):
+        return None
+    last = newest_checkpoint(path)
+    if last is None:
+        raise UserError(f"{path} has no checkpoint left, so it cannot be extended; start a new run from its result")
+    step, done = (read_json(last / "meta.json").get(name) for name in ("step", "done"))
+    if wanted <= done:
+        raise UserError(f"--max-steps {wanted}: {path} is finished after {done} updates; give more to extend it")
+    return {"time": _stamp(), "after": step, "done": done, "max_steps": wanted, "schedule": AGAIN}
+
+
+def waits(path: Path, manifest: dict) -> bool:
+    """Whether a run was extended, but the process ended before the first checkpoint of the added updates."""
+    from qat_lora.run.checkpoint import newest_checkpoint
+
+    last, ends = newest_checkpoint(path), [more["after"] for more in manifest.get("extended", ())]
+    return bool(ends) and last is not None and last.name == f"step_{ends[-1]}"
 
 
 def _resumed_path(experiment: str, config: RunConfig, facts: dict) -> Path | None:

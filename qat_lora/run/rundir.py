@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,10 +16,22 @@ from qat_lora.errors import STOPS, UserError, first_line, installed_version
 from qat_lora.hosts.group import ALONE, Group
 from qat_lora.hosts.revision import git_state
 from qat_lora.run.console import attempt, say
-from qat_lora.run.files import as_json, lock, write_atomically, write_json, write_sums, writing
+from qat_lora.run.files import SUMS, as_json, lock, write_atomically, write_json, write_sums, writing
 from qat_lora.run.hosts import agree_on_facts
 from qat_lora.run.options import RunConfig
-from qat_lora.run.resuming import CONFIG_SUM, FORMAT, _changed, _resumed_path, _stamp, _status, check_same
+from qat_lora.run.resuming import (
+    AGAIN,
+    CONFIG_SUM,
+    FORMAT,
+    _changed,
+    _resumed_path,
+    _stamp,
+    _status,
+    check_same,
+    extension,
+    read_config,
+    waits,
+)
 
 PACKAGES = ("torch", "torch_xla", "transformers", "peft", "datasets", "safetensors", "numpy")
 # what a process that died early leaves behind
@@ -31,11 +43,14 @@ class Run:
     also has checksums.json.
 
     Created by `open_run`. resumed: whether it continues an earlier process. held: the lock of the directory, if any.
-    writes: True only in the first worker; the others neither log nor write.
+    writes: True only in the first worker; the others neither log nor write. ended: the updates, over all stages, after
+    which it was finished before it was extended.
     """
 
-    def __init__(self, path: Path, resumed: bool, held: BinaryIO | None = None, writes: bool = True):
-        self.path, self.resumed, self.held, self.writes = path, resumed, held, writes
+    def __init__(
+        self, path: Path, resumed: bool, held: BinaryIO | None = None, writes: bool = True, ended: Sequence[int] = ()
+    ):
+        self.path, self.resumed, self.held, self.writes, self.ended = path, resumed, held, writes, ended
         self.metrics_path = path / "metrics.jsonl"
         self.mirror: Callable[[int, dict], None] | None = None  # also gets every logged line
 
@@ -84,7 +99,7 @@ class Run:
 
     def finish(self, status: str, **values) -> None:
         """Write summary.json (status: finished, preempted, failed; final figures) and release the lock. Call it last: a
-        finished run is never resumed."""
+        finished run is not resumed, only extended."""
         if not self.writes:
             return
         text = as_json({"status": status, **values})
@@ -104,24 +119,24 @@ def open_run(experiment: str, config: RunConfig, facts: dict, group: Group = ALO
 
     Raises UserError if the directory already holds a run and --resume is off, holds a run of another config or other
     facts, or is being written by another process, or if the workers of a job differ in config or facts. Resuming a
-    finished run ends the program with exit code 0. Only worker 0 opens the directory; the others get a Run that writes
-    nothing.
+    finished run ends the program with exit code 0, unless --max-steps extends it (see `extension`). Only worker 0
+    opens the directory; the others get a Run that writes nothing.
     """
     agree_on_facts(config, facts, group)
     run = None
 
-    def opened() -> tuple[Path, bool]:
+    def opened() -> tuple[Path, bool, Sequence[int]]:
         nonlocal run
         run = _open(experiment, config, facts)
-        return run.path.absolute(), run.resumed
+        return run.path.absolute(), run.resumed, run.ended
 
-    path, resumed = group.on_main(opened)
+    path, resumed, ended = group.on_main(opened)
     if run and config.report_to != "none":
         from qat_lora.run.tracking import open_tracker
 
         what = f"--report-to {config.report_to}"
         run.mirror = attempt(what, open_tracker, config.report_to, path, dataclasses.asdict(config))
-    return run or Run(path, resumed, writes=False)
+    return run or Run(path, resumed, writes=False, ended=ended)
 
 
 def _open(experiment: str, config: RunConfig, facts: dict) -> Run:
@@ -129,15 +144,21 @@ def _open(experiment: str, config: RunConfig, facts: dict) -> Run:
     path = _resumed_path(experiment, config, lasting)
     if path is not None:
         held = lock(path)
-        manifest = check_same(path, config, lasting)
-        if _status(path) == "finished":
-            say(f"{path} is finished")
+        more = extension(path, config)
+        same = dataclasses.replace(config, max_steps=read_config(path)["max_steps"]) if more else config
+        manifest = check_same(path, same, lasting)
+        if more:
+            manifest["extended"] = [*manifest.get("extended", []), more]
+            say(f"extending {path}: {more['max_steps'] - more['done']} updates after {more['done']}; {AGAIN}")
+        elif _status(path) == "finished" and not waits(path, manifest):
+            say(f"{path} is finished; --max-steps MORE would extend it")
             raise SystemExit(0)
         again = {"time": _stamp(), "argv": sys.argv, "changed": _changed(path, config)}
         write_json(path / "manifest.json", manifest | {"resumed": [*manifest.get("resumed", []), again]})
-        (path / "summary.json").unlink(missing_ok=True)  # says how it ended before
+        for name in ("summary.json", SUMS):  # how it ended before
+            (path / name).unlink(missing_ok=True)
         say(f"resuming {path}")
-        return Run(path, resumed=True, held=held)
+        return Run(path, resumed=True, held=held, ended=[end["after"] for end in manifest.get("extended", ())])
     commit, dirty = git_state()
     label = f"{_stamp()}-{Path(config.config or 'default').stem}-s{config.seed}-{commit}"
     path = Path(config.output_dir or Path("runs") / experiment / label)

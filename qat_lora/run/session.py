@@ -124,6 +124,13 @@ class Session:
         self.offset += total
         self.state = None  # it holds the optimiser, and the next stage has its own
 
+    def period(self, step: int, total: int) -> tuple[int, int]:
+        """A step's number in its period of the learning rate's schedule, and the period's length. A stage of `total`
+        steps has one period, and one more for each time that the run was extended."""
+        ends = [0, *(end - self.offset for end in self.run.ended), total]
+        begun = max(end for end in ends if 0 <= end < step)
+        return step - begun, min(end for end in ends if end >= step) - begun
+
     def record(self, **metrics: Metric | Ratio | Value) -> None:
         """Record the figures of one step, combined according to their types (run.metrics). Call it once per step."""
         parts = parts_of(metrics)
@@ -242,7 +249,7 @@ class Session:
         bad = next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None)
         if bad:  # the loss of this step was finite, its update was not
             self._refuse(step, {bad: "the updated parameter"})
-        trainer, meta = self.backend.to_host(trainer), {"stage": self.stage}
+        trainer, meta = self.backend.to_host(trainer), {"stage": self.stage, "done": step - self.offset}
         written = save_checkpoint(self.run.path, step, tensors, trainer, meta, self.keep, self.files)
         if self.saved:
             self._copy_out(written)

@@ -58,10 +58,12 @@ class Plan:
         for name, bounds in BOUNDS.items():
             check_range(name, getattr(self, name), **bounds)
 
-    def factor(self, step: int) -> float:
-        """The schedule's factor for the peak learning rates in update `step` (1-based; not a micro-batch)."""
-        warmup = min(self.warmup_steps, self.steps // 2)
-        factor = cosine(step - 1, self.steps, warmup)
+    def factor(self, step: int, steps: int | None = None) -> float:
+        """The schedule's factor for the peak learning rates in update `step` (1-based; not a micro-batch) of `steps`,
+        by default all."""
+        steps = self.steps if steps is None else steps
+        warmup = min(self.warmup_steps, steps // 2)
+        factor = cosine(step - 1, steps, warmup)
         return factor if step <= warmup else self.floor + (1 - self.floor) * factor
 
 
@@ -89,7 +91,7 @@ class Stage:
         found, trained = None, self.trained
         for step in self.session.steps(self.name, self.plan.steps, trained.state, trained.load, self.evaluate):
             found = found or self.stream(step - 1)
-            factor = self.plan.factor(step)
+            factor = self.plan.factor(*self.session.period(step, self.plan.steps))
             set_learning_rates(self.optimizer, factor)
             yield Update(self, step, factor, found)
 

@@ -78,7 +78,7 @@ def late(name: str, planted: bool) -> dict[str, dict[int, list[str]]]:
     def constants(tensor, *values):
         return torch.stack([torch.full((), value, device=tensor.device) for value in values])
 
-    def factor(self, step):  # that of a run of STEPS updates
+    def factor(self, step, steps):  # that of a run of STEPS updates
         return factor_of(dataclasses.replace(self, steps=STEPS, warmup_steps=WARMUP), step)
 
     factor_of = Plan.factor

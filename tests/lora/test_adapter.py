@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from qat_lora.errors import UserError
 from qat_lora.lora.adapter import BEYOND_PRODUCT, PLACE, SILENT, SIZE, load_adapter, write_origin
@@ -54,6 +55,29 @@ def test_anything_but_a_lora_on_an_unchanged_base_is_refused(changed, base, sett
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("settings", [{"ensure_weight_tying": True}, {"lora_dropout": 0.5}, {"inference_mode": False}])
+def test_a_setting_without_effect_on_a_plain_lora_is_accepted(changed, adapter, tiny_model_dir, settings):
+    plain, other = (load_adapter(load_model(str(tiny_model_dir)), path) for path in (adapter, changed(**settings)))
+    tokens = torch.arange(20).unsqueeze(0)
+    assert torch.equal(plain(tokens).logits, other(tokens).logits)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("targets, said", [
+    (["lm_head"], "changes lm_head, the model's LM head"),
+    (["embed_tokens"], "changes model.embed_tokens, the model's embedding"),
+    (["q_proj", "lm_head"], "changes lm_head, the model's LM head"),
+])  # fmt: skip
+def test_an_adapter_of_the_head_or_the_embedding_is_refused_by_name(full_model_dir, tmp_path, targets, said, tied):
+    config = LlamaConfig(vocab_size=512, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+                         num_attention_heads=2, eos_token_id=2, tie_word_embeddings=tied)  # fmt: skip
+    folder = full_model_dir(LlamaForCausalLM(config))
+    adapted = get_peft_model(load_model(str(folder)), LoraConfig(target_modules=targets, task_type="CAUSAL_LM"))
+    adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    with pytest.raises(UserError, match=f"{said}, which is not supported; train one without it"):
+        load_adapter(load_model(str(folder)), tmp_path / "adapter")
+
+
 class Evil:
     def __reduce__(self):
         return os.mkdir, ("ran",)
@@ -87,7 +111,7 @@ def test_every_setting_of_the_installed_peft_is_known():
     """An unlisted setting is refused as soon as it is used; this shows which ones a PEFT release added or removed."""
     others = set(LoraConfig().to_dict()) - SIZE - PLACE - SILENT - BEYOND_PRODUCT
     assert others == {
-        "alora_invocation_tokens", "arrow_config", "ensure_weight_tying", "kasa_config", "layer_replication",
+        "alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication",
         "megatron_config", "modules_to_save", "monteclora_config", "trainable_token_indices", "use_bdlora",
         "use_qalora", "velora_config",
     }  # fmt: skip

@@ -1,12 +1,13 @@
 """The progress of long jobs, and the summary at the end of a run."""
 
+import shlex
 import sys
 from types import SimpleNamespace
 
 import pytest
 
 from qat_lora.run import console
-from qat_lora.run.console import compared, summarise, time_left, watched
+from qat_lora.run.console import command, compared, summarise, time_left, watched
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +49,13 @@ def test_the_summary_has_what_was_made_its_quality_and_the_next_command(capsys):
     summarise({"model": "runs/x/best.pt", "report": None}, ["KL 0.5; before training 2.0"], "make report")
     made, quality = "made     model: runs/x/best.pt", "quality  KL 0.5; before training 2.0"
     assert capsys.readouterr().out.splitlines() == ["", made, quality, "next     make report"]
+
+
+def test_a_command_can_be_pasted_into_a_shell(tmp_path):
+    line = command("test_musclebob", "--interactive", run=tmp_path / "my run's", model=None, max_steps=3)
+    words = shlex.split(line)
+    assert words == ["python", "scripts/test_musclebob.py", "--interactive", "--run", f"{tmp_path}/my run's",
+                     "--max-steps", "3"]  # fmt: skip
 
 
 def test_a_figure_is_shown_beside_its_baseline():

@@ -82,6 +82,18 @@ def test_the_error_for_an_unavailable_model_names_the_embedded_one(refuse, cache
     assert repr(name) in message and "smollm2-135m" in message
 
 
+@pytest.mark.parametrize("files", [["config.json"], ["config.json", "tokenizer.json", "tokenizer_config.json"]])
+def test_a_part_of_a_download_is_not_a_model_that_is_nowhere(refuse, tiny_model_dir, tmp_path, monkeypatch, files):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    there = tmp_path / "models--nobody--half" / "snapshots" / "main"
+    there.mkdir(parents=True)
+    for file in files:
+        shutil.copy(tiny_model_dir / file, there)
+    message = refuse("measure_perplexity", "--model", "nobody/half")
+    assert "'nobody/half' was downloaded only in part (" in message and "give a local folder" in message
+
+
 @pytest.fixture
 def new(tiny_model_dir, tmp_path):
     """Flags to build a new cache."""

@@ -309,7 +309,7 @@ def test_bad_adapters(said, tiny_model_dir, tiny_tokenizer, tiny_adapter, text, 
     save_file(tensors, lacking / "adapter_model.safetensors")
     bad[lacking] = f"{key} is in only one of them"
     for name, model, target, words in (
-        ("head", tiny_model_dir, "lm_head", "changes the LM head"),
+        ("head", tiny_model_dir, "lm_head", "changes lm_head, the model's LM head"),
         ("narrow", other_model(tmp_path / "n", tiny_tokenizer, hidden_size=32), "q_proj", "does not fit the model"),
         ("deep", other_model(tmp_path / "d", tiny_tokenizer, num_hidden_layers=3), "q_proj", "is in only one of them"),
     ):

@@ -1,7 +1,7 @@
 """A recursive model's answers and their accuracy."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -121,6 +121,15 @@ def load_run(run: Path) -> tuple[RecursiveModel, str | None, int]:
         return model.eval(), best["kind"], settings["halt_max_segments"]
     except (KeyError, TypeError, RuntimeError) as error:
         raise UserError(f"{run} is not a run of pretrain.py ({first_line(error)}); give one with --run") from error
+
+
+def started(run: str, spec: RecursiveSpec) -> RecursiveModel:
+    """The best model of a run, to train on. Raises UserError for one of other sizes."""
+    model = load_run(Path(run))[0]
+    for name, size in asdict(model.spec).items():
+        if size != getattr(spec, name):
+            raise UserError(f"--start {run} has {name} {size}, not {getattr(spec, name)}; give the same one")
+    return model
 
 
 def kept(model: RecursiveModel, backend: TorchBackend) -> dict[str, Tensor]:

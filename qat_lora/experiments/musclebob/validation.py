@@ -20,7 +20,7 @@ from qat_lora.models.writing import write_model
 from qat_lora.rl.policy import Prompts, log_probs
 from qat_lora.rl.rollout import Sampling
 from qat_lora.rl.sampler import GREEDY, Sampler, own_randomness
-from qat_lora.run.console import attempt, say, summarise
+from qat_lora.run.console import attempt, command, say, summarise
 from qat_lora.run.files import new_folder, read_json, write_atomically, write_json, writing
 from qat_lora.run.report import write_report
 from qat_lora.run.rundir import Run
@@ -225,7 +225,7 @@ def conclude(run: Run, length: int, cost: dict) -> None:
             f"{moved['musclebob']} of the held-out answers about him use the new name",
             f"{moved['spilt']} of the unrelated answers do (this should stay at 0)",
         ],
-        f"python scripts/test_musclebob.py --run {run.path} --interactive",
+        command("test_musclebob", "--interactive", run=run.path),
     )
 
 

@@ -71,15 +71,17 @@ class Stories:
 
 
 def load_stories(
-    source: str, max_stories: int, heldout: float, tokenizer: str, vocab: int, cache: Path | None = None
-) -> Stories:
+    source: str, max_stories: int, heldout: float, tokenizer: str, vocab: int, cache: Path | None = None,
+    given: Tokenizer | None = None,
+) -> Stories:  # fmt: skip
     """Read the first stories of `source` (embedded, a local file or a hub dataset), hold out the last share of them (or
     the last lines of a single story), and tokenise both parts, with memory that does not grow with the text.
 
     <|endoftext|> in a text separates stories. tokenizer: gpt2; bpe, trained on the training text with `vocab` tokens;
     chars, one token per character of the whole text; auto is gpt2 if available, else bpe. cache: folder that keeps the
-    tokens for later calls and for all processes of a host; without it they are in temporary files. Raises UserError for
-    a bad option, for a source that cannot be read, is empty or leaves one part empty, and if files cannot be written.
+    tokens for later calls and for all processes of a host; without it they are in temporary files. given: the tokenizer
+    to use instead. Raises UserError for a bad option, for a source that cannot be read, is empty, leaves one part empty
+    or holds a character that `given` has no token for, and if files cannot be written.
     """
     if tokenizer not in TOKENIZERS:
         raise UserError(f"--tokenizer {tokenizer!r} is not one of {', '.join(TOKENIZERS)}")
@@ -87,7 +89,7 @@ def load_stories(
         raise UserError(f"--max-stories {max_stories} must be at least 1")
     if not 0 < heldout < 1:
         raise UserError(f"--heldout-fraction {heldout} is outside (0, 1); use e.g. 0.05")
-    kind, made = _given_tokenizer(tokenizer, vocab)
+    kind, made = ("given", given) if given else _given_tokenizer(tokenizer, vocab)
     text = _survey(source, max_stories, heldout, kind == "chars")
     key = [FORMAT, text.digest, text.train, text.at, kind, vocab if kind == "bpe" else made and made.to_str()]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
@@ -322,6 +324,8 @@ def _batches(pieces: Iterator[tuple[int, str, bool]]) -> Iterator[list[tuple[int
 
 def _encoder(tokenizer: Tokenizer, kind: str) -> Callable[[list[str]], list]:
     """The tokenizer's own encode or, for chars, the same result by looking code points up in a table."""
+    if kind == "given":  # names a character without a token
+        return lambda pieces: [tokens_of(tokenizer, piece) for piece in pieces]
     if kind != "chars":
         return lambda pieces: [done.ids for done in tokenizer.encode_batch_fast(pieces)]
     table = np.zeros(0x110000, np.int32)
