@@ -146,8 +146,8 @@ def installed_version(package: str) -> str | None:
 def explain_missing_packages() -> None:
     """In the scripts of a checkout, make a failed import end the program with one line that says how to install the
     missing package; --debug shows the traceback."""
-    main = Path(getattr(sys.modules.get("__main__"), "__file__", None) or ".").resolve()
-    if main.parent not in (ROOT, ROOT / "scripts") or "--debug" in sys.argv:
+    script = getattr(sys.modules.get("__main__"), "__file__", None)  # None in `python -c` and in a notebook
+    if script is None or Path(script).resolve().parent not in (ROOT, ROOT / "scripts") or "--debug" in sys.argv:
         return
     show = sys.excepthook
 

@@ -300,6 +300,10 @@ def check_command_line(kind: type, script: str, description: str) -> None:
 
     with _reporting():
         config = _config(kind, script, description)
+        if os.environ.get("RANK", "0") != "0":  # of a job that torchrun starts, whose first process speaks for all
+            if config.dry_run:
+                raise SystemExit(0)
+            return
         trains = hasattr(config, "resume")  # the other scripts do not need the device that PJRT_DEVICE names
         if trains and not config.dry_run and detect.plans_a_tpu(config.device):
             detect.resolve(config.device)  # says that there is none, before anything is loaded or asked of a hub

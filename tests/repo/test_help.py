@@ -112,3 +112,18 @@ def test_a_broken_package_gives_one_line_and_a_traceback_with_debug(tmp_path):
     )
     assert plain.returncode == 1 and plain.stderr.count("\n") == 1
     assert "torch is broken: the installation" in plain.stderr and "Traceback" in debug.stderr
+
+
+def test_a_program_of_ones_own_keeps_its_traceback():
+    """Also one without a file, in a folder of the checkout."""
+    done = subprocess.run([sys.executable, "-c", "import qat_lora.run; import no_such_package"], cwd=ROOT / "scripts",
+                          env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 1 and "Traceback" in done.stderr and "make setup" not in done.stderr
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_dry_run_under_torchrun_is_printed_once(rank):
+    place = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOCAL_RANK": rank}
+    command = [sys.executable, ROOT / "scripts" / "pretrain.py", "--dry-run", "--config", "tiny", "--device", "cpu"]
+    done = subprocess.run(command, env=os.environ | place, capture_output=True, text=True, check=True)
+    assert bool(done.stdout) is (rank == "0")
