@@ -11,14 +11,15 @@ LEAST = 1e-6  # smallest temperature above 0; dividing fp32 logits by less would
 
 def end_tokens(model: nn.Module, tokenizer) -> list[int]:
     """Every token that ends a completion: the tokenizer's EOS, the EOS tokens of the model's generation config, and the
-    token that ends an assistant turn in the chat template (for a base model often not EOS)."""
+    special token that follows an answer in the chat template: the end of the turn (for a base model often not EOS) or,
+    as in GLM-4's, the beginning of the next."""
     own = unwrap(model).generation_config.eos_token_id or []
     return sorted({tokenizer.eos_token_id, *(own if isinstance(own, list) else [own]), *_turn_end(tokenizer)})
 
 
 def _turn_end(tokenizer) -> list[int]:
-    said = "§"
-    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
+    said, ask = "§", {"role": "user", "content": "?"}
+    talk = [ask, {"role": "assistant", "content": said}, ask]
     try:
         text = tokenizer.apply_chat_template(talk, tokenize=False) if tokenizer.chat_template else ""
     except (TemplateError, ValueError):  # the template refuses these messages, or there are several and no default

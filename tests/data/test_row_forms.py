@@ -1,12 +1,14 @@
 """Chat rows × templates: tokens and targets are those of transformers, or there is one clear refusal."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import row_forms
 
 from qat_lora.data.chat import documents
 from qat_lora.errors import ROOT, UserError
+from qat_lora.models.generate import end_tokens
 from qat_lora.rl.sampler import chat_ids
 
 
@@ -86,3 +88,17 @@ def test_a_row_without_trained_turns_is_context_only(tiny_tokenizer):
     talk = [row_forms.ASK, row_forms.SAY | {"weight": 0}]
     (document,) = documents([{"messages": talk}], row_forms.tokenizer_for("GLM-4", tiny_tokenizer), "off")
     assert document.spans == () and not row_forms.encode(document, tiny_tokenizer)[1].any()
+
+
+STOPS = {
+    "GLM-4": ["<|user|>", "<|eos|>"], "plain": ["<|eos|>"], "Llama 3": ["<|eot_id|>"], "Gemma 3": ["<end_of_turn>"],
+    "Mistral": ["</s>"],
+}  # others: <|im_end|>  # fmt: skip
+
+
+@pytest.mark.parametrize("name", row_forms.TEMPLATES)
+def test_generation_stops_where_a_trained_answer_ends(name, tiny_tokenizer):
+    tokenizer = row_forms.tokenizer_for(name, tiny_tokenizer)
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=None))
+    wanted = STOPS.get(name, ["<|im_end|>"])
+    assert end_tokens(model, tokenizer) == sorted(tokenizer.convert_tokens_to_ids(wanted))
