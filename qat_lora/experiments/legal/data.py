@@ -19,6 +19,7 @@ from qat_lora.experiments.legal.answers import NEEDED, checked_rows, document, g
 from qat_lora.experiments.legal.authorities import Authorities
 from qat_lora.experiments.legal.rules import generate
 from qat_lora.experiments.legal.sections import NUMBERS
+from qat_lora.run.console import say
 from qat_lora.run.files import write_json
 
 GENERATED = "generated"
@@ -56,7 +57,10 @@ def legal_rows(dataset: str, split: str, count: int, seed: int) -> list[dict]:
     """The checked rows of a dataset, or `count` generated ones."""
     if dataset != GENERATED:
         fix = f'use "{GENERATED}" or a local .jsonl or .parquet file'
-        return checked_rows(list(read_rows(dataset, split=split, fix=fix, columns=NEEDED)))
+        rows = list(read_rows(dataset, split=split, fix=fix, columns=NEEDED))
+        if ignored := dict.fromkeys(name for row in rows for name in row if name not in NEEDED):
+            say(f"ignored columns: {', '.join(ignored)}")
+        return checked_rows(rows)
     if split != "train":
         raise UserError(f"--dataset-split {split} needs a hub dataset: the generated one has no splits; use train")
     return checked_rows(list(generate(count, seed)))
