@@ -392,10 +392,6 @@ class TorchBackend:
         # getrusage would report at least what the parent held when it forked
         status = Path("/proc/self/status")
         if status.exists():
-            return (
-                next(
-                    int(line.split()[1]) for line in status.read_text(encoding="utf-8").splitlines() if "VmHWM" in line
-                )
-                / 1024
-            )
+            lines = status.read_text(encoding="utf-8").splitlines()
+            return next(int(line.split()[1]) for line in lines if "VmHWM" in line) / 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

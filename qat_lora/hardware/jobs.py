@@ -99,11 +99,8 @@ def losses(folder: Path) -> list[float]:
 def lines(folder: Path) -> list[dict]:
     """The whole lines of a run's metrics."""
     file = folder / "metrics.jsonl"
-    return (
-        [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines(True) if line[-1] == "\n"]
-        if file.exists()
-        else []
-    )
+    lines = file.read_text(encoding="utf-8").splitlines(True) if file.exists() else []
+    return [json.loads(line) for line in lines if line[-1] == "\n"]
 
 
 def compared(place: Machine, name: str, wanted: list[float]) -> Figures:
