@@ -64,7 +64,10 @@ def write_model(
     again, ends = AutoTokenizer.from_pretrained(folder), back.generation_config.eos_token_id
     rows = len(back.get_input_embeddings().weight)
     if _with_rows(again, rows) != _with_rows(tokenizer, rows) or again.chat_template != tokenizer.chat_template:
-        raise differs(shown, "the tokenizer")
+        raise UserError(
+            f"{shown}: transformers reads another tokenizer from it than the model's, so it is not kept: it has one of "
+            f"its own for model type {back.config.model_type!r}; give a model whose tokenizer is of its type"
+        )
     if ends != model.generation_config.eos_token_id:
         raise differs(shown, "the generation config")
     return back

@@ -278,6 +278,7 @@ def test_a_part_of_a_gguf_file_is_refused_as_one(gguf_file, tmp_path, number, co
 def test_a_warning_of_transformers_reaches_the_user_once(folder, capsys, monkeypatch):
     (handler,) = (one for one in logging.getLogger("transformers").handlers if isinstance(one, Warn))
     monkeypatch.setattr(handler, "said", {""})
+    monkeypatch.setattr(logging.getLogger("transformers"), "level", logging.WARNING)  # others may have changed it
     edit(folder, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 0.5})
     for _ in range(2):
         load_config.__wrapped__(str(folder))

@@ -40,6 +40,15 @@ FAMILIES = {
 TOKENS = torch.arange(1, 81).view(2, 40)
 
 
+def tokenizer(tiny, name: str):
+    """The tiny tokenizer; for a Qwen2, in transformers' own class, which decides how a text is split."""
+    if name != "Qwen2Audio":
+        return tiny
+    held = json.loads(tiny.backend_tokenizer.to_str())["model"]
+    named = dict.fromkeys(("eos_token", "pad_token", "unk_token"), tiny.eos_token)
+    return transformers.Qwen2Tokenizer(vocab=held["vocab"], merges=[tuple(pair) for pair in held["merges"]], **named)
+
+
 @pytest.fixture
 def make(tiny_tokenizer, tmp_path):
     """make(name, text={}, rest={}): a folder with a random model of nameForConditionalGeneration, and the model."""
@@ -53,7 +62,7 @@ def make(tiny_tokenizer, tmp_path):
                 parameter.data = 0.3 * torch.randn(parameter.shape)
         folder = tmp_path / name
         model.save_pretrained(folder)
-        tiny_tokenizer.save_pretrained(folder)
+        tokenizer(tiny_tokenizer, name).save_pretrained(folder)
         return folder, model
 
     return made
@@ -82,6 +91,14 @@ def test_the_language_model_computes_the_logits_of_the_whole_model(make, tmp_pat
     assert type(again) is type(model) and not found["missing_keys"] and not found["unexpected_keys"]
     assert torch.equal(again(input_ids=TOKENS).logits, logits)
     assert torch.equal(load_model(str(plain))(input_ids=TOKENS).logits, logits)
+
+
+def test_a_folder_that_would_split_texts_otherwise_is_not_kept(make, tiny_tokenizer, tmp_path):
+    """transformers has its own tokenizer for a Qwen2, whatever tokenizer.json says, but not for a Qwen2Audio."""
+    folder, _ = make("Qwen2Audio")
+    tiny_tokenizer.save_pretrained(folder)
+    with pytest.raises(UserError, match="transformers reads another tokenizer from it than the model's"):
+        write_model(load_model(str(folder)), load_tokenizer(str(folder)), tmp_path / "plain", tmp_path / "plain")
 
 
 @pytest.mark.parametrize("tied", [True, False])
