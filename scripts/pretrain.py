@@ -134,7 +134,7 @@ from qat_lora.backend import TorchBackend, open_planned, planned_workers
 from qat_lora.backend.machine import check_memory
 from qat_lora.backend.opening import launch
 from qat_lora.errors import UserError
-from qat_lora.experiments.athena.evaluation import started
+from qat_lora.experiments.athena.evaluation import starting_model
 from qat_lora.experiments.athena.model import RecursiveModel, RecursiveSpec, memory_of, recursive_memory, segment_loss
 from qat_lora.experiments.athena.puzzles import draw_answer, side
 from qat_lora.experiments.athena.rows import PuzzleRows, draw, load, planned_rows, row_memory, split
@@ -177,7 +177,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     spec = spec_of(cfg, train)
     need = check_sizes(cfg, spec, backend, workers)
     backend.seed(cfg.seed)
-    model = started(cfg.start, spec) if cfg.start else RecursiveModel(spec)
+    model = starting_model(cfg.start, spec) if cfg.start else RecursiveModel(spec)
     if backend.is_main:
         describe(backend, train, heldout, plan, model, workers)
         say(f"memory of a worker: at least {need / 1e9:,.2f} GB")

@@ -134,7 +134,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     facts = backend.facts | {"student": backend.group.on_main(lambda: sha256(Path(cfg.checkpoint)))}
     facts |= {"data": train.fingerprint} | template_facts(tokenizer, cfg.chat_template)
     if cfg.adapter:
-        facts["start"] = backend.group.on_main(lambda: sha256(weight_file(Path(cfg.adapter))))
+        facts["start"] = backend.group.on_main(lambda: sha256(weight_file(Path(cfg.adapter).expanduser())))
     facts["base"] = backend.group.on_main(lambda: model_fingerprint(made["model"]))
     run = open_run(NAME, cfg, facts | cfg.update_facts(backend.world_size), backend.group)
     backend.seed(cfg.seed)
@@ -189,13 +189,13 @@ def recover(
 # -- the steps -------------------------------------------------------------------------------------------------------
 def check(cfg: Config) -> None:
     if cfg.adapter and cfg.adapter_init != "zero":
-        raise UserError("--adapter and --adapter-init error are two starts; give one")
+        raise UserError("--adapter and --adapter-init error both set the initial values; give one")
     if not cfg.checkpoint:
         raise UserError("--checkpoint is missing; give the best.pt of train_qat.py")
     if cfg.mode == "kd" and not cfg.cache_dir:
         raise UserError(
-            "--mode kd needs --cache-dir; build a cache with python scripts/build_kd_cache.py --dataset TEXT "
-            "--cache-dir FOLDER"
+            "--mode kd needs --cache-dir; build a cache with "
+            + command("build_kd_cache", dataset="TEXT", cache_dir="FOLDER")
         )
 
 

@@ -52,7 +52,7 @@ class Config(LoopOptions, JobConfig):
     heads: int = opt.model(4, "attention heads", at_least=1)
     dropout: float = opt.model(0.1, "dropout rate", at_least=0, below=1, fix="use e.g. 0.1")
     start: str | None = opt.model(
-        None, "start from the best model of this run, of the same sizes and seed, with its tokenizer", identity="start"
+        None, "start from the best model and the tokenizer of this run, of the same sizes and seed", identity="start"
     )
     dataset: str = opt.data(
         "embedded",
@@ -65,7 +65,8 @@ class Config(LoopOptions, JobConfig):
     heldout_fraction: float = opt.data(0.05, "share of the text, from its end, held out for evaluation")
     tokenizer: str = opt.data(
         "auto",
-        "tokenizer: gpt2, bpe (trained on the text) or chars; auto is gpt2 if it can be loaded, else bpe",
+        "tokenizer: gpt2, bpe (trained on the text) or chars; auto is gpt2 if it can be loaded, else bpe; unused with "
+        "--start",
         identity=False,
     )
     vocab_size: int = opt.data(2048, "vocabulary size of a bpe tokenizer", identity=False)
@@ -148,7 +149,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     here = planned_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size
     check_share(cfg, here)
     text = (cfg.dataset, cfg.max_stories, cfg.heldout_fraction, cfg.tokenizer, cfg.vocab_size)
-    start, given = started(cfg) if cfg.start else (None, None)
+    start, given = starting_model(cfg) if cfg.start else (None, None)
     stories = load_stories(*text, cache=None if cfg.dry_run else CACHE, given=given)
     train = Blocks(stories.train, cfg.length)
     plan = plan_of(cfg, len(train), here)
@@ -213,8 +214,8 @@ def check(cfg: Config) -> None:
         raise UserError(f"--length {cfg.length} is more than the {CHUNK**LEVELS} steps of a scan; shorten it")
 
 
-def started(cfg: Config) -> tuple[SmallLM, Tokenizer]:
-    """The best model of the run --start, to train on, and its tokenizer. Raises UserError for one of other sizes."""
+def starting_model(cfg: Config) -> tuple[SmallLM, Tokenizer]:
+    """The best model of the run --start, to train further, and its tokenizer. Raises UserError if its sizes differ."""
     model, stories, _ = load_run(Path(cfg.start))
     was = read_config(Path(cfg.start))
     names = [field.name for field in dataclasses.fields(cfg) if field.metadata["group"] == "model"]
@@ -222,7 +223,8 @@ def started(cfg: Config) -> tuple[SmallLM, Tokenizer]:
         if name != "start" and getattr(cfg, name) != was.get(name):
             flag = name.replace("_", "-")
             raise UserError(
-                f"--start {cfg.start} has --{flag} {was.get(name)}, not {getattr(cfg, name)}; give the same one"
+                f"--start {cfg.start} was trained with --{flag} {was.get(name)}, and this run has "
+                f"{getattr(cfg, name)}; use the same value"
             )
     return model, stories.tokenizer
 
@@ -293,8 +295,8 @@ def baseline(cfg: Config) -> str:
     usual = parse(Config, NAME, ["--config", cfg.config] if cfg.config else [])
     changed, scaled = {}, resolved(usual, cfg.device)
     for field in dataclasses.fields(cfg):
-        value = getattr(cfg, field.name)
-        if field.metadata["group"] in ("model", "data", "optimisation") and value != getattr(scaled, field.name):
+        value, compared = getattr(cfg, field.name), field.metadata["group"] in ("model", "data", "optimisation")
+        if compared and field.name != "start" and value != getattr(scaled, field.name):
             changed[field.name] = value
     for name in changed.keys() & {"global_batch_size", "learning_rate"}:
         changed[name] = type(changed[name])(changed[name] * getattr(usual, name) / getattr(scaled, name))

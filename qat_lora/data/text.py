@@ -211,16 +211,26 @@ def _parquet_rows(path: Path, columns: Collection[str] | None = None) -> Iterato
         with parquet.ParquetFile(path) as file:
             unread, used = _unread(file.schema_arrow.names, columns)
             for group in range(file.num_row_groups):
-                left, how = file.metadata.row_group(group).num_rows, {"columns": used, "use_threads": False}
-                batches = file.iter_batches(PARQUET_BATCH_ROWS, row_groups=[group], **how)
+                batches = file.iter_batches(PARQUET_BATCH_ROWS, row_groups=[group], columns=used, use_threads=False)
+                left = file.metadata.row_group(group).num_rows
                 while left:
                     batch = next(batches)
-                    rows, left = batch.to_pylist() if used else [{}] * batch.num_rows, left - batch.num_rows
-                    # they may hold one long text, in four forms
-                    batch, batches = None, batches if left else None
+                    left -= batch.num_rows
+                    rows = batch.to_pylist() if used else [{}] * batch.num_rows
+                    del batch  # batch and reader may each hold copies of one long text
+                    if not left:
+                        batches = None
                     pyarrow.default_memory_pool().release_unused()
                     yield from (unread | _without_nulls(row) for row in rows)
-    except (pyarrow.ArrowException, OSError, ValueError, ArithmeticError, TypeError, LookupError) as error:
+    except (
+        pyarrow.ArrowException,
+        OSError,
+        ValueError,
+        ArithmeticError,
+        TypeError,
+        LookupError,
+        StopIteration,
+    ) as error:
         raise UserError(f"{path}: not a readable parquet file ({first_line(error)}); write it again") from error
 
 

@@ -12,8 +12,9 @@ from qat_lora.errors import UserError
 from qat_lora.models.gguf_settings import ARCHITECTURES, add_settings, unwritten
 from qat_lora.models.loading import NO_MERGES, gguf_reader, load_config, load_tokenizer, model_source
 
+# GPT-4's Split expression; %s is how digits are grouped.
 _GPT4 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# llama.cpp's name for a byte-level BPE, by its Split expression and whether it takes words of the vocabulary whole.
+# llama.cpp's name for a byte-level BPE, by (Split expression, ignore_merges).
 SPLITS = {
     (_GPT4 % r"\p{N}", False): "qwen2",
     (_GPT4 % r"\p{N}{1,3}", True): "llama-bpe",
@@ -168,10 +169,10 @@ def _add_byte_level(writer: GGUFWriter, state: dict) -> str:
     writer.add_tokenizer_pre(pre or "default")
     writer.add_token_merges([" ".join(pair) for pair in merges] or [NO_MERGES])
     writer.add_add_space_prefix(False)
-    nfc = ", without normalising texts to NFC, which llama.cpp cannot" if state["normalizer"] else ""
-    return (
-        f'pre-tokenizer "{pre}"{nfc}' if pre else 'unknown pre-tokenizer, written as "default": compare the token ids'
-    )
+    if not pre:
+        return 'unknown pre-tokenizer, written as "default": compare the token ids'
+    nfc = "; llama.cpp does not normalise texts to NFC, as this tokenizer does" if state["normalizer"] else ""
+    return f'pre-tokenizer "{pre}"{nfc}'
 
 
 def _add_sentencepiece(writer: GGUFWriter, state: dict, texts: dict[int, str], normal: set[int], name: str) -> str:
@@ -221,16 +222,17 @@ def _steps(state: dict) -> list[dict]:
 def _pre_tokenizer(state: dict) -> str | None:
     """llama.cpp's name for a byte-level BPE, whose whole pipeline must be the one that the name stands for; None if
     this module knows no such name."""
+    # trim_offsets does not change the ids
     *first, last = ({key: value for key, value in step.items() if key != "trim_offsets"} for step in _steps(state))
     model, normalizer = state["model"], state["normalizer"] or {"type": "NFC"}
     changed = any(model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"))
     if normalizer != {"type": "NFC"} or changed:
         return None
-    words, after = bool(model.get("ignore_merges")), {"type": "ByteLevel", "add_prefix_space": False}
-    if last == after | {"use_regex": True} and not words:
+    whole_words, after = bool(model.get("ignore_merges")), {"type": "ByteLevel", "add_prefix_space": False}
+    if last == after | {"use_regex": True} and not whole_words:
         return "gpt-2" if not first else "smollm" if first == [DIGITS] else None
     if last != after | {"use_regex": False} or len(first) != 1:
         return None
     expression = first[0].get("pattern", {}).get("Regex")
     split = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
-    return SPLITS.get((expression, words)) if first == [split] else None
+    return SPLITS.get((expression, whole_words)) if first == [split] else None

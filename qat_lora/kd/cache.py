@@ -24,7 +24,7 @@ from qat_lora.run.console import say
 from qat_lora.run.files import read_json, sha256, write_atomically, write_json
 from qat_lora.run.resuming import date_of, now
 
-FORMAT = "qat_lora.kd.3"
+FORMAT = "qat_lora.kd.4"
 MOST_SHARDS = 10**6  # a manifest with more is damaged
 PREFIX = {"train": "shard", "heldout": "heldout"}
 

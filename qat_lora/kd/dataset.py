@@ -132,7 +132,7 @@ class KDCacheDataset(Dataset):
 
 def open_splits(cache_dir: str, model: str, tokenizer) -> tuple[KDCacheDataset, KDCacheDataset]:
     """The training and held-out rows of a cache, for a model and its tokenizer."""
-    check_made(cache_dir, None if model == EMBEDDED else model)
+    check_built(cache_dir, None if model == EMBEDDED else model)
     facts = {"tokenizer": tokenizer_fingerprint(tokenizer), "vocab": load_config(model).vocab_size}
     return KDCacheDataset(cache_dir, "train", **facts), KDCacheDataset(cache_dir, "heldout", **facts)
 
@@ -203,15 +203,15 @@ def clipped(item: dict[str, Tensor], k: int, vocab: int) -> dict[str, Tensor]:
     }
 
 
-def check_made(directory: str | Path, model: str | None = None) -> None:
-    """Raise UserError, with the command that builds it for a model, unless there is a cache."""
+def check_built(directory: str | Path, model: str | None = None) -> None:
+    """Raise UserError, with the command that builds a cache for `model`, if there is none."""
     if not Path(directory, "manifest.json").exists():
         build = command("build_kd_cache", model=model, dataset="TEXT", cache_dir=directory)
         raise UserError(f"cache {directory} has no manifest.json; build it with {build}")
 
 
 def _manifest(directory: Path, tokenizer: str | None) -> tuple[CacheSpec, dict]:
-    check_made(directory)
+    check_built(directory)
     spec, shards = read_manifest(directory)
     if tokenizer not in (None, spec.tokenizer):
         raise UserError(

@@ -70,9 +70,9 @@ def _one_a_group(scale: Tensor, weight: Tensor) -> bool:
 
 
 class Stored(torch.autograd.Function):
-    """A learned scale as it is stored: its magnitude clamped to at least `least`, its sign kept, rounded to fp16, or
-    below 1024 · least to a multiple of `least`. The gradient passes straight through the rounding and is zero where the
-    magnitude was clamped."""
+    """A learned scale as it is stored: sign kept, magnitude raised to at least `least`, then rounded to fp16.
+    Magnitudes below 1024 · least are rounded to multiples of `least` instead. The gradient passes straight through the
+    rounding and is zero where the magnitude was raised."""
 
     @staticmethod
     def forward(ctx, scale: Tensor, least: float = 0.0):
@@ -82,7 +82,7 @@ class Stored(torch.autograd.Function):
             out = torch.empty_like(scale)
             native.run("store_scales", (scale.numel(),), scale, out, c_float(least))
             return out
-        return on_grid(scale, least)
+        return rounded_scale(scale, least)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -93,16 +93,16 @@ class Stored(torch.autograd.Function):
 
 
 def stored_scale(scale: Tensor, least: float = 0.0) -> Tensor:
-    """The fp16 values of a scale as stored in a file, see `Stored`. `least`: 0 or a power of two from 2⁻²⁴."""
-    return on_grid(scale, least).half()
+    """The fp16 values of a scale as stored in a file, see `Stored`. `least`: 0, or a power of two from 2⁻²⁴ on."""
+    return rounded_scale(scale, least).half()
 
 
-def on_grid(scale: Tensor, least: float) -> Tensor:
+def rounded_scale(scale: Tensor, least: float) -> Tensor:
     """`stored_scale` in the scale's own dtype."""
     if not least:
         return scale.half().to(scale.dtype)
     kept = not_zero(scale, least)
-    multiple = (kept / least).round() * least  # not by conversion: a device may flush fp16's subnormal numbers to zero
+    multiple = (kept / least).round() * least  # a device may flush fp16's subnormal numbers to zero
     return torch.where(kept.abs() < number_like(1024 * least, kept), multiple, kept.half().to(kept.dtype))
 
 

@@ -53,9 +53,10 @@ static inline __attribute__((always_inline)) void gradients_one(
     }
 }
 
-/* Raises magnitudes to `least`, a power of two, and rounds them to fp16; those below 1024 · least to its multiples. */
+/* Raises magnitudes to at least `least`, a power of two, and rounds them to fp16, or below 1024 · least to multiples of
+   `least`. */
 void store_scales(const float *scales, float *out, float least, long n, int threads) {
-    float one = least * 8388608; /* 2^23: the next float is `least` larger */
+    float anchor = least * 8388608; /* 2^23 · least: floats from here on are `least` apart, so adding it rounds */
 #pragma omp parallel for simd num_threads(threads)
     for (long i = 0; i < n; i++) {
         float scale = scales[i], kept = scale < 0 ? (scale > -least ? -least : scale) : scale < least ? least : scale;
@@ -65,7 +66,7 @@ void store_scales(const float *scales, float *out, float least, long n, int thre
         float rounded;
         memcpy(&rounded, &bits, 4);
         rounded = rounded >= 65536 ? INFINITY : rounded <= -65536 ? -INFINITY : rounded;
-        float size = kept < 0 ? -kept : kept, multiple = (size + one) - one; /* rounds to multiples of `least` */
+        float size = kept < 0 ? -kept : kept, multiple = (size + anchor) - anchor;
         rounded = size < 1024 * least ? (kept < 0 ? -multiple : multiple) : rounded;
         out[i] = kept != kept ? kept : rounded;
     }

@@ -79,18 +79,22 @@ def load_adapter(model: nn.Module, path: str | Path, checkpoint: str | Path | No
 
 
 def take_values(model: nn.Module, path: str, checkpoint: str | Path | None) -> None:
-    """Give a new adapter, on the CPU, the values of a saved one of the same rank, alpha and layers. Raises UserError
-    for another one, and where `load_adapter` does."""
+    """Copy the values of a saved adapter into a new one of the same rank, alpha and layers; the model is on the CPU.
+    Raises UserError if they differ, or if the folder is damaged or belongs to another student."""
     folder = Path(path).expanduser()
     saved, new = _read(folder), get_peft_model_state_dict(model, save_embedding_layers=False)
     _check_origin(folder, checkpoint, model)
     there, here = read_json(folder / "adapter_config.json"), model.peft_config["default"]
     for name in sorted(SIZE, reverse=True):
         if there.get(name) != getattr(here, name):
-            raise UserError(f"adapter {folder} has {name} {there.get(name)}, not {getattr(here, name)}; give its own")
+            raise UserError(
+                f"adapter {folder} has {name} {there.get(name)}, and this run {getattr(here, name)}; use the adapter's"
+            )
     odd = sorted(saved.keys() ^ new.keys())
     if odd:
-        raise UserError(f"adapter {folder} has other layers: {odd[0]} is in only one of them; give its own --targets")
+        raise UserError(
+            f"adapter {folder} has other layers: {odd[0]} is in only one of them; use the adapter's --targets"
+        )
     set_peft_model_state_dict(model, saved)
 
 

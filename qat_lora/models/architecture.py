@@ -319,17 +319,16 @@ def _ropes(config: PreTrainedConfig) -> list[dict]:
 
 
 def context_length(config: PreTrainedConfig) -> int | None:
-    """The number of positions that a model supports; None: no limit. A rotary embedding that is scaled by a factor
-    extends the positions of the original model, which some configs give in place of their own."""
-    limit = getattr(config, "max_position_embeddings", None)
-    if not limit:
-        return None
-    scaled = [
-        (rope.get("original_max_position_embeddings") or limit) * factor
-        for rope in _ropes(config)
-        if (factor := rope.get("factor"))
-    ]
-    return int(max([limit, *scaled]))
+    """The number of positions that a model supports; None: no limit.
+
+    With linear, dynamic or YaRN scaling, max_position_embeddings may be that of the original model, so its product with
+    the factor counts, too. Other scaled configs (Llama 3, LongRoPE, one embedding per layer type) give the extended
+    length themselves.
+    """
+    limit, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
+    if not limit or rope.get("rope_type") not in ("linear", "dynamic", "yarn"):
+        return limit
+    return max(limit, int((rope.get("original_max_position_embeddings") or limit) * (rope.get("factor") or 1)))
 
 
 def short_range(config: PreTrainedConfig) -> int | None:

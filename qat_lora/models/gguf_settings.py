@@ -196,8 +196,8 @@ def norm_change(config, parameter: str) -> tuple[float, float]:
 
 
 def implied_scalar(config) -> int:
-    """llama.cpp scales Gemma's q by 1/√ of this: a file does not store it. Gemma 2 27B and Gemma 3 27B are known by
-    their number of layers."""
+    """n where llama.cpp scales Gemma's q by 1/√n. A file does not store it: n is the head size, except in Gemma 2 27B
+    and Gemma 3 27B, which llama.cpp recognises by their number of layers."""
     largest = {"gemma2": 46, "gemma3_text": 62}[config.model_type] == config.num_hidden_layers
     return config.hidden_size // config.num_attention_heads if largest else head_size(config)
 
@@ -216,9 +216,10 @@ FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.
 WITHOUT = (None, 0, 1, "none")  # values with which a setting has no effect
 
 
-def settle(reader: GGUFReader, config) -> None:
-    """Set in `config`, in place, what llama.cpp takes from a file's other values and transformers from its class's
-    defaults: the head size, Gemma's scale of q, and which of Gemma 3's layers have a window, and their rotation."""
+def add_implied_settings(reader: GGUFReader, config) -> None:
+    """Correct `config`, in place, where transformers uses a default of its class but llama.cpp derives the value from
+    the file: Qwen3's head size, Gemma's scale of q, and which of Gemma 3's layers have a sliding window, and with which
+    rotation."""
     values = _values(reader)
     if "attention.key_length" in values and config.model_type == "qwen3":
         config.head_dim = values["attention.key_length"]()

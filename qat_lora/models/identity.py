@@ -123,9 +123,12 @@ def tokenizer_fingerprint(tokenizer) -> str:
 
 
 def pipeline(tokenizer) -> dict:
-    """A tokenizer as the tokenizers library serialises it, without padding, truncation, empty settings and tokens
-    beyond the embedding (see tokens.check_vocabulary), so that a model's .gguf file has the same as its folder; of a
-    slow one, the vocabulary and the sha256 of the files that hold the rest."""
+    """All that determines how a tokenizer splits texts.
+
+    Fast: the JSON of the tokenizers library, without padding, truncation, empty settings of its model, and tokens
+    beyond the embedding (see tokens.check_vocabulary), so that a .gguf file and a folder of the same model agree. Slow:
+    the vocabulary, and the sha256 of its files.
+    """
     if tokenizer.is_fast:
         whole, beyond = json.loads(tokenizer.backend_tokenizer.to_str()), getattr(tokenizer, "without_row", {})
         whole["added_tokens"] = [token for token in whole["added_tokens"] if token["id"] not in beyond]

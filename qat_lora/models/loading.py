@@ -52,23 +52,22 @@ _one_at_a_time = threading.RLock()
 gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
 
 
-class Warn(Handler):
-    """Prints what transformers warns of, each warning once."""
+class WarnOnce(Handler):
+    """Prints each warning of transformers once, except its report of missing tensors, which are refused here."""
 
     def __init__(self):
         super().__init__(WARNING)
-        self.said = {""}
+        self.said: set[str] = set()
 
     def emit(self, record: LogRecord) -> None:
-        # the report of missing and unexpected tensors, which are refused here
-        text = "" if record.name.endswith("loading_report") else " ".join(record.getMessage().split())
-        if text not in self.said:
+        text = " ".join(record.getMessage().split())
+        if text and text not in self.said and not record.name.endswith("loading_report"):
             self.said.add(text)
-            to_stderr(f"warning: transformers says: {text}")
+            to_stderr(f"warning from transformers: {text}")
 
 
 logging.disable_default_handler()
-logging.add_handler(Warn())
+logging.add_handler(WarnOnce())
 logging.disable_progress_bar()
 
 # llama.cpp requires a non-empty list; this pair never occurs, since all symbols are single bytes.
@@ -102,10 +101,14 @@ def _building(name: str, fault: str | None = None) -> Iterator[None]:
     except Exception as error:  # transformers may raise anything for arbitrary files
         source = model_source(name)
         said = (fault or one_line(error, 500)).replace(f"{source['pretrained_model_name_or_path']}/", "")[:160]
-        if fault and any(file_of(name, file) for file in ("config.json", *TOKENIZERS, *WEIGHTS)):
+        if (
+            fault
+            and isinstance(error, OSError)
+            and any(file_of(name, file) for file in ("config.json", *TOKENIZERS, *WEIGHTS))
+        ):
             raise UserError(
-                f"model {name!r} was downloaded only in part ({first_line(error)[:160]}), and the hub cannot be "
-                f"reached now ({said}); download it again, or give a local folder"
+                f"model {name!r} was only partly downloaded ({first_line(error)[:160]}), and the hub cannot be "
+                f"reached ({said}); download it again, or give a local folder"
             ) from error
         fix = (
             "the file is damaged or of a type that transformers cannot read: download it again, or give a model folder"
@@ -145,10 +148,10 @@ def _per_files(function: Callable) -> Callable:
 def _full_config(name: str) -> PreTrainedConfig:
     config, source = _load(AutoConfig, name), model_source(name)
     if "gguf_file" in source:
-        from qat_lora.models.gguf_settings import settle, unread
+        from qat_lora.models.gguf_settings import add_implied_settings, unread
 
         reader = gguf_reader(Path(source["pretrained_model_name_or_path"], source["gguf_file"]))
-        settle(reader, config)
+        add_implied_settings(reader, config)
         if lost := unread(reader, config):
             raise UserError(
                 f"model {name!r} has {lost}, which transformers {transformers.__version__} does not read from a .gguf "

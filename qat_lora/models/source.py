@@ -26,7 +26,11 @@ SPEECH = (
     *TOKENIZERS, "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja",
     "chat_template.json", "generation_config.json",
 )  # fmt: skip
-QUANTISED = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")  # beside a config.json without it
+QUANTISED = (
+    "quantize_config.json",
+    "quant_config.json",
+    "hf_quant_config.json",
+)  # describe the quantisation if config.json does not
 PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
@@ -213,7 +217,7 @@ def check_source(name: str) -> None:
             "another folder, then give just the model, or also that folder as --adapter"
         )
     config = config_json(name)
-    if method := _stored_quantised(name, config):
+    if method := _quantisation_method(name, config):
         raise UserError(
             f"model {name!r} is stored quantised ({method}) and cannot be loaded in full precision; give its bf16, "
             "fp16 or fp32 version"
@@ -234,9 +238,9 @@ def check_source(name: str) -> None:
     )
 
 
-def _stored_quantised(name: str, config: dict) -> str | None:
-    """How a model's weights are stored if not as plain numbers: the method that its files name; None if they are
-    plain."""
+def _quantisation_method(name: str, config: dict) -> str | None:
+    """The method by which a model's weights are quantised, or the key or file that shows that they are; None if they
+    are not. Of a hub model, only config.json is looked at."""
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         for key in ("quantization_config", "compression_config", "quantization"):
             if held := part.get(key):

@@ -50,7 +50,7 @@ def write_model(
         except ValueError as error:  # settings that transformers refuses to write
             raise cannot_write(shown, error) from error
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        # transformers warns of such a tokenizer only if its model was written by a version before 5
+        # transformers warns of Mistral's wrong split expression only in models written before version 5
         if getattr(backend, "fix_mistral_regex", None) is False:
             version = {"transformers_version": model.config.transformers_version}
             write_json(folder / "config.json", read_json(folder / "config.json") | version)
@@ -63,10 +63,12 @@ def write_model(
     check_logits(back, probe(model), logits, shown)
     again, ends = AutoTokenizer.from_pretrained(folder), back.generation_config.eos_token_id
     rows = len(back.get_input_embeddings().weight)
-    if _with_rows(again, rows) != _with_rows(tokenizer, rows) or again.chat_template != tokenizer.chat_template:
+    if again.chat_template != tokenizer.chat_template:
+        raise differs(shown, "the chat template")
+    if _with_rows(again, rows) != _with_rows(tokenizer, rows):
         raise UserError(
-            f"{shown}: transformers reads another tokenizer from it than the model's, so it is not kept: it has one of "
-            f"its own for model type {back.config.model_type!r}; give a model whose tokenizer is of its type"
+            f"{shown} is not kept: for model type {back.config.model_type!r}, transformers replaces this tokenizer "
+            "with its own, which splits texts differently; use a model with the standard tokenizer of its type"
         )
     if ends != model.generation_config.eos_token_id:
         raise differs(shown, "the generation config")
@@ -76,7 +78,9 @@ def write_model(
 def _with_rows(tokenizer, rows: int) -> dict:
     """A tokenizer's pipeline without the added tokens beyond the model's embedding: transformers may add others."""
     whole = pipeline(tokenizer)
-    return whole | {"added_tokens": [token for token in whole.get("added_tokens", ()) if token["id"] < rows]}
+    if "vocab" in whole:  # of a slow tokenizer
+        return whole | {"vocab": {token: id for token, id in whole["vocab"].items() if id < rows}}
+    return whole | {"added_tokens": [token for token in whole["added_tokens"] if token["id"] < rows]}
 
 
 def _leave_out(path: Path, tokens: dict[int, str]) -> None:

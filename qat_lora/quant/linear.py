@@ -16,8 +16,8 @@ from qat_lora.backend.devices import without_autocast
 from qat_lora.kernels.fake_quant import FakeQuant, Stored, levels_of, nearest_code, not_zero, stored_scale
 from qat_lora.quant.spec import QuantSpec
 
-# Half of a scale is still an fp16 number, as GGUF's Q4_0 needs for half-integer levels: below 2⁻¹³, scales are
-# multiples of this.
+# The smallest scale; scales below 2⁻¹³ are multiples of it. Half of any scale is then still an exact fp16 number, which
+# GGUF's Q4_0 needs for half-integer levels.
 SMALLEST_SCALE = 2.0**-23
 
 

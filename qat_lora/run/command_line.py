@@ -167,22 +167,28 @@ def _check_in_section(key: str, section: str, kind: type, what: str, mark: str) 
 
 
 # -- presets ---------------------------------------------------------------------------------------------------------
-def _values_of(flag: str, argv: list[str]) -> list[str]:
-    """The values of a flag on a command line."""
-    joined = [word.split("=", 1)[1] for word in argv if word.startswith(f"{flag}=")]
-    return joined + [value for word, value in itertools.pairwise(argv) if word == flag]
+def _values_of(option: str, argv: list[str]) -> list[str]:
+    """The values of an option on a command line."""
+    joined = [word.split("=", 1)[1] for word in argv if word.startswith(f"{option}=")]
+    return joined + [value for word, value in itertools.pairwise(argv) if word == option]
 
 
 def _of_run(argv: list[str], kind: type) -> dict:
-    """The options of the run that --resume names."""
+    """The options of the run that --resume names, except those that may differ on another machine."""
     names = [name for name, field in _names(kind).items() if field == "resume"]
-    for named in [value for name in names for value in _values_of(f"--{name.replace('_', '-')}", argv)][-1:]:
-        if Path(named, "config.yaml").is_file():
-            from qat_lora.run.resuming import read_config
+    given = [value for name in names for value in _values_of(f"--{name.replace('_', '-')}", argv)]
+    if not given or not Path(given[-1], "config.yaml").is_file():
+        return {}
+    from qat_lora.run.resuming import read_config
 
-            fields = {field.name for field in dataclasses.fields(kind)} - {"resume", "output_dir", "dry_run"}
-            return {name: value for name, value in read_config(Path(named)).items() if name in fields}
-    return {}
+    was = read_config(Path(given[-1]))
+    return {field.name: was[field.name] for field in dataclasses.fields(kind) if field.name in was and not _own(field)}
+
+
+def _own(field: dataclasses.Field) -> bool:
+    """Whether an option is of a process or a machine, not of a run."""
+    of_device = field.metadata["group"] == "device" and not field.metadata["identity"]
+    return of_device or field.name in ("resume", "output_dir", "dry_run", "debug")
 
 
 def _preset(argv: list[str], kind: type, script: str) -> dict:
@@ -300,7 +306,7 @@ def check_command_line(kind: type, script: str, description: str) -> None:
 
     with _reporting():
         config = _config(kind, script, description)
-        if os.environ.get("RANK", "0") != "0":  # of a job that torchrun starts, whose first process speaks for all
+        if os.environ.get("RANK", "0") != "0":  # under torchrun, worker 0 prints for all
             if config.dry_run:
                 raise SystemExit(0)
             return

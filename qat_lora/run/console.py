@@ -79,8 +79,8 @@ def typed_lines(what: str) -> Iterator[str]:
 
 
 def command(script: str, *words: str, **options) -> str:
-    """A line for a shell that runs one of our scripts with these words and options; an option that is None is left
-    out."""
+    """A shell command that runs scripts/<script>.py with these words and options, quoted; options that are None are
+    left out."""
     for name, value in options.items():
         words += () if value is None else (f"--{name.replace('_', '-')}", str(value))
     return f"python scripts/{script}.py {shlex.join(words)}"

@@ -15,9 +15,9 @@ from qat_lora.run.files import read_json, sha256
 from qat_lora.run.hosts import agree_on_options, bring_run
 from qat_lora.run.options import JobConfig, RunConfig
 
-FORMAT = 1  # of a run directory; another is refused
+FORMAT = 2  # of a run directory; another is refused
 CONFIG_SUM = "config_sha256"  # in manifest.json
-AGAIN = "the learning rate warms up and decays again over the added updates"  # how a run is extended
+EXTENDED = "the learning rate warms up and decays again over the added updates"  # how a run is extended
 STAMP = "%Y%m%dT%H%M%SZ"
 UPDATE = "batch size × accumulation steps × workers"
 MADE_OF = {
@@ -47,24 +47,28 @@ def extension(path: Path, config: RunConfig) -> dict | None:
     """How `config` extends a finished run, for its manifest: `after` (all its updates so far, over all stages), `done`
     (those of the last stage) and the new max_steps; None if --max-steps is not given or is the run's own.
 
-    Raises UserError unless it is more than the last stage has had, or if the run has no checkpoint left.
+    Raises UserError if that is not more than the updates done so far, or if the run has no checkpoint left.
     """
     from qat_lora.run.checkpoint import newest_checkpoint
 
-    wanted = getattr(config, "max_steps", None)
+    wanted = None if getattr(config, "sft_only", False) else getattr(config, "max_steps", None)  # which counts GRPO
     if _status(path) != "finished" or wanted in (None, read_config(path).get("max_steps")):
         return None
     last = newest_checkpoint(path)
     if last is None:
         raise UserError(f"{path} has no checkpoint left, so it cannot be extended; start a new run from its result")
     step, done = (read_json(last / "meta.json").get(name) for name in ("step", "done"))
+    if read_config(path).get("max_steps") == 0:  # the stage that --max-steps counts had no update
+        done = 0
     if wanted <= done:
-        raise UserError(f"--max-steps {wanted}: {path} is finished after {done} updates; give more to extend it")
-    return {"time": _stamp(), "after": step, "done": done, "max_steps": wanted, "schedule": AGAIN}
+        raise UserError(
+            f"--max-steps {wanted}: {path} has had {done} updates already; give more than {done} to extend it"
+        )
+    return {"time": _stamp(), "after": step, "done": done, "max_steps": wanted, "schedule": EXTENDED}
 
 
-def waits(path: Path, manifest: dict) -> bool:
-    """Whether a run was extended, but the process ended before the first checkpoint of the added updates."""
+def not_begun(path: Path, manifest: dict) -> bool:
+    """Whether the extension of a finished run was recorded, but the process ended before it removed summary.json."""
     from qat_lora.run.checkpoint import newest_checkpoint
 
     last, ends = newest_checkpoint(path), [more["after"] for more in manifest.get("extended", ())]

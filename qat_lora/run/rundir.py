@@ -20,8 +20,8 @@ from qat_lora.run.files import SUMS, as_json, lock, write_atomically, write_json
 from qat_lora.run.hosts import agree_on_facts
 from qat_lora.run.options import RunConfig
 from qat_lora.run.resuming import (
-    AGAIN,
     CONFIG_SUM,
+    EXTENDED,
     FORMAT,
     _changed,
     _resumed_path,
@@ -29,8 +29,8 @@ from qat_lora.run.resuming import (
     _status,
     check_same,
     extension,
+    not_begun,
     read_config,
-    waits,
 )
 
 PACKAGES = ("torch", "torch_xla", "transformers", "peft", "datasets", "safetensors", "numpy")
@@ -43,8 +43,8 @@ class Run:
     also has checksums.json.
 
     Created by `open_run`. resumed: whether it continues an earlier process. held: the lock of the directory, if any.
-    writes: True only in the first worker; the others neither log nor write. ended: the updates, over all stages, after
-    which it was finished before it was extended.
+    writes: True only in the first worker; the others neither log nor write. ended: the steps, counted over all stages,
+    at which it had finished before each extension.
     """
 
     def __init__(
@@ -149,9 +149,9 @@ def _open(experiment: str, config: RunConfig, facts: dict) -> Run:
         manifest = check_same(path, same, lasting)
         if more:
             manifest["extended"] = [*manifest.get("extended", []), more]
-            say(f"extending {path}: {more['max_steps'] - more['done']} updates after {more['done']}; {AGAIN}")
-        elif _status(path) == "finished" and not waits(path, manifest):
-            say(f"{path} is finished; --max-steps MORE would extend it")
+            say(f"extending {path} from {more['done']} to {more['max_steps']} updates; {EXTENDED}")
+        elif _status(path) == "finished" and not not_begun(path, manifest):
+            say(f"{path} is finished; extend it with a larger --max-steps")
             raise SystemExit(0)
         again = {"time": _stamp(), "argv": sys.argv, "changed": _changed(path, config)}
         write_json(path / "manifest.json", manifest | {"resumed": [*manifest.get("resumed", []), again]})

@@ -125,8 +125,8 @@ class Session:
         self.state = None  # it holds the optimiser, and the next stage has its own
 
     def period(self, step: int, total: int) -> tuple[int, int]:
-        """A step's number in its period of the learning rate's schedule, and the period's length. A stage of `total`
-        steps has one period, and one more for each time that the run was extended."""
+        """(A step's number in its period, the period's length) for the schedule of the learning rate. A stage of
+        `total` steps is one period; each extension of the run adds another."""
         ends = [0, *(end - self.offset for end in self.run.ended), total]
         begun = max(end for end in ends if 0 <= end < step)
         return step - begun, min(end for end in ends if end >= step) - begun

@@ -59,8 +59,8 @@ class Plan:
             check_range(name, getattr(self, name), **bounds)
 
     def factor(self, step: int, steps: int | None = None) -> float:
-        """The schedule's factor for the peak learning rates in update `step` (1-based; not a micro-batch) of `steps`,
-        by default all."""
+        """The schedule's factor for the peak learning rates in update `step` (1-based; not a micro-batch). steps: the
+        length of the schedule [all updates]."""
         steps = self.steps if steps is None else steps
         warmup = min(self.warmup_steps, steps // 2)
         factor = cosine(step - 1, steps, warmup)

@@ -18,7 +18,7 @@ from qat_lora.errors import UserError
 from qat_lora.export.gguf import plan_gguf, write_gguf
 from qat_lora.export.gguf_file import SPLITS, from_gguf_rows
 from qat_lora.export.source import load_source
-from qat_lora.models.gguf_settings import settle
+from qat_lora.models.gguf_settings import add_implied_settings
 from qat_lora.models.loading import empty_model, load_config, load_model, load_tokenizer, model_fingerprint
 
 TOKENS = torch.arange(3, 35).unsqueeze(0)
@@ -157,10 +157,10 @@ def test_the_scale_of_gemma_2():
     config = AutoConfig.for_model(
         "gemma2", num_hidden_layers=46, hidden_size=4608, num_attention_heads=32, head_dim=128
     )
-    settle(SimpleNamespace(fields={}), config)
+    add_implied_settings(SimpleNamespace(fields={}), config)
     assert config.query_pre_attn_scalar == 144
     config.num_hidden_layers = 42
-    settle(SimpleNamespace(fields={}), config)
+    add_implied_settings(SimpleNamespace(fields={}), config)
     assert config.query_pre_attn_scalar == 128
 
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from qat_lora.errors import UserError
 from qat_lora.models.architecture import hidden_states
 from qat_lora.models.loading import (
-    Warn,
+    WarnOnce,
     check_headers,
     check_length,
     empty_model,
@@ -276,8 +276,8 @@ def test_a_part_of_a_gguf_file_is_refused_as_one(gguf_file, tmp_path, number, co
 
 # -- what transformers warns of --------------------------------------------------------------------------------------
 def test_a_warning_of_transformers_reaches_the_user_once(folder, capsys, monkeypatch):
-    (handler,) = (one for one in logging.getLogger("transformers").handlers if isinstance(one, Warn))
-    monkeypatch.setattr(handler, "said", {""})
+    (handler,) = (one for one in logging.getLogger("transformers").handlers if isinstance(one, WarnOnce))
+    monkeypatch.setattr(handler, "said", set())
     monkeypatch.setattr(logging.getLogger("transformers"), "level", logging.WARNING)  # others may have changed it
     edit(folder, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 0.5})
     for _ in range(2):
@@ -285,7 +285,7 @@ def test_a_warning_of_transformers_reaches_the_user_once(folder, capsys, monkeyp
     load_model(str(folder))
     err = capsys.readouterr().err
     assert err.count("factor field must be a float or int >= 1, got 0.5") == 1
-    assert err.startswith("warning: transformers says: ")
+    assert err.startswith("warning from transformers: ")
 
 
 def test_an_export_of_a_wrong_tokenizer_is_still_warned_of(folder, tmp_path, monkeypatch):
@@ -314,6 +314,8 @@ def test_a_config_with_letters_beyond_ascii_is_read_in_any_locale(folder):
     ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
     ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}, 64),
     ({"rope_type": "default"}, 64),
+    ({"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 8, "low_freq_factor": 1.0,
+      "high_freq_factor": 4.0}, 64),
 ])  # fmt: skip
 def test_a_scaled_rotary_embedding_extends_the_context(folder, rope, limit):
     edit(folder, max_position_embeddings=64, rope_parameters=rope | {"rope_theta": 1e4})

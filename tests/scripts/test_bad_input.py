@@ -91,7 +91,7 @@ def test_a_part_of_a_download_is_not_a_model_that_is_nowhere(refuse, tiny_model_
     for file in files:
         shutil.copy(tiny_model_dir / file, there)
     message = refuse("measure_perplexity", "--model", "nobody/half")
-    assert "'nobody/half' was downloaded only in part (" in message and "give a local folder" in message
+    assert "'nobody/half' was only partly downloaded (" in message and "give a local folder" in message
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ def test_a_finished_run_is_extended(script, run, finished, capsys):
     capsys.readouterr()
     run(script, "--resume", folder, "--max-steps", 5)
     said = capsys.readouterr().out
-    assert f"extending {folder}: 3 updates after 2; the learning rate warms up and decays again over the added" in said
+    assert f"extending {folder} from 2 to 5 updates; the learning rate warms up and decays again over the added" in said
     assert lines(folder)[: len(before)] == before and summary(folder)["status"] == "finished"
     check_files(folder, *json.loads((folder / "checksums.json").read_text()))
     rates = curve(folder, "lr", last)
@@ -108,7 +108,7 @@ def test_the_answers_of_an_extended_run_are_those_of_its_new_model(run, finished
 def test_fewer_updates_than_a_run_has_had_are_refused(refuse, finished):
     folder = finished("train_recovery_lora")
     said = refuse("train_recovery_lora", "--resume", folder, "--max-steps", 1)
-    assert f"--max-steps 1: {folder} is finished after 2 updates; give more to extend it" in said
+    assert f"--max-steps 1: {folder} has had 2 updates already; give more than 2 to extend it" in said
     assert summary(folder)["status"] == "finished"
 
 
@@ -135,12 +135,20 @@ def test_the_result_of_a_run_is_a_start(script, run, finished, flags_of):
 @pytest.mark.parametrize(
     "script, flags, said",
     [
-        ("train_recovery_lora", ["--lora-r", 4], "has r 8, not 4; give its own"),
+        ("train_recovery_lora", ["--lora-r", 4], "has r 8, and this run 4; use the adapter's"),
         ("train_recovery_lora", ["--targets", "attn"], "has other layers: "),
-        ("train_recovery_lora", ["--adapter-init", "error"], "are two starts; give one"),
-        ("train_tinystories_reservoir", ["--seed", 5], "has --seed 0, not 5; give the same one"),
-        ("train_tinystories_reservoir", ["--embedding", 32], "has --embedding 16, not 32; give the same one"),
-        ("pretrain", ["--hidden-size", 32], "has hidden_size 16, not 32; give the same one"),
+        ("train_recovery_lora", ["--adapter-init", "error"], "both set the initial values; give one"),
+        (
+            "train_tinystories_reservoir",
+            ["--seed", 5],
+            "was trained with --seed 0, and this run has 5; use the same value",
+        ),
+        (
+            "train_tinystories_reservoir",
+            ["--embedding", 32],
+            "was trained with --embedding 16, and this run has 32; use",
+        ),
+        ("pretrain", ["--hidden-size", 32], "was trained with hidden_size 16, and this run has 32; use"),
     ],
 )
 def test_a_start_of_other_sizes_is_refused(script, flags, said, refuse, finished, flags_of):

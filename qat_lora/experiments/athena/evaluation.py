@@ -123,12 +123,15 @@ def load_run(run: Path) -> tuple[RecursiveModel, str | None, int]:
         raise UserError(f"{run} is not a run of pretrain.py ({first_line(error)}); give one with --run") from error
 
 
-def started(run: str, spec: RecursiveSpec) -> RecursiveModel:
-    """The best model of a run, to train on. Raises UserError for one of other sizes."""
+def starting_model(run: str, spec: RecursiveSpec) -> RecursiveModel:
+    """The best model of a run, to train further. Raises UserError if its sizes differ from `spec`."""
     model = load_run(Path(run))[0]
     for name, size in asdict(model.spec).items():
         if size != getattr(spec, name):
-            raise UserError(f"--start {run} has {name} {size}, not {getattr(spec, name)}; give the same one")
+            raise UserError(
+                f"--start {run} was trained with {name} {size}, and this run has {getattr(spec, name)}; use the same "
+                "value"
+            )
     return model
 
 

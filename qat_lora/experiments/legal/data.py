@@ -53,12 +53,13 @@ class LegalData:
         write_json(folder / "authorities.json", {"authorities": self.authorities})
 
 
-def legal_rows(dataset: str, split: str, count: int, seed: int) -> list[dict]:
-    """The checked rows of a dataset, or `count` generated ones."""
+def legal_rows(dataset: str, split: str, count: int, seed: int, tell: bool = True) -> list[dict]:
+    """The checked rows of a dataset, or `count` generated ones. tell: print which columns are ignored."""
     if dataset != GENERATED:
         fix = f'use "{GENERATED}" or a local .jsonl or .parquet file'
         rows = list(read_rows(dataset, split=split, fix=fix, columns=NEEDED))
-        if ignored := dict.fromkeys(name for row in rows for name in row if name not in NEEDED):
+        ignored = dict.fromkeys(name for row in rows for name in row if name not in NEEDED)
+        if ignored and tell:
             say(f"ignored columns: {', '.join(ignored)}")
         return checked_rows(rows)
     if split != "train":

@@ -324,7 +324,7 @@ def _batches(pieces: Iterator[tuple[int, str, bool]]) -> Iterator[list[tuple[int
 
 def _encoder(tokenizer: Tokenizer, kind: str) -> Callable[[list[str]], list]:
     """The tokenizer's own encode or, for chars, the same result by looking code points up in a table."""
-    if kind == "given":  # names a character without a token
+    if kind == "given":  # a UserError names a character without a token
         return lambda pieces: [tokens_of(tokenizer, piece) for piece in pieces]
     if kind != "chars":
         return lambda pieces: [done.ids for done in tokenizer.encode_batch_fast(pieces)]
