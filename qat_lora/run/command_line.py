@@ -307,9 +307,7 @@ def check_command_line(kind: type, script: str, description: str) -> None:
     with _reporting():
         config = _config(kind, script, description)
         if os.environ.get("RANK", "0") != "0":  # under torchrun, worker 0 prints for all
-            if config.dry_run:
-                raise SystemExit(0)
-            return
+            return sys.exit(0) if config.dry_run else None
         trains = hasattr(config, "resume")  # the other scripts do not need the device that PJRT_DEVICE names
         if trains and not config.dry_run and detect.plans_a_tpu(config.device):
             detect.resolve(config.device)  # says that there is none, before anything is loaded or asked of a hub
