@@ -82,7 +82,7 @@ from qat_lora.data.templates import template_facts
 from qat_lora.errors import UserError
 from qat_lora.kd.dataset import open_splits, planned_rows
 from qat_lora.kd.training import heldout_figures, target_entropy
-from qat_lora.lora.adapter import adapter_values, save_adapter, take_values, weight_file
+from qat_lora.lora.adapter import adapter_values, read_adapter, save_adapter, take_values, weight_file
 from qat_lora.lora.add import add_adapter, fit_to_error
 from qat_lora.lora.recovery import MODES, Anchor, fitting_memory, recovery_stage
 from qat_lora.lora.targets import coverage, left_out
@@ -157,10 +157,11 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     recover(model, train, cfg.mode, cfg.plan(), anchor, session, evaluate)
     bits, cost = bits_per_weight(student, adapter_values(model)), session.cost()
     if backend.is_main:
-        figure, (without, _) = "KL to the teacher" if cfg.mode == "kd" else "loss", run.first_and_best(best.figure)
+        before = "with the adapter it started from" if cfg.adapter else "without the adapter"
+        figure, (first, _) = "KL to the teacher" if cfg.mode == "kd" else "loss", run.first_and_best(best.figure)
         finish(
             run, {"best": {best.figure: best.value}, "bits_per_weight": bits, **cost}, {"adapter": kept},
-            [f"held-out {figure} {compared(best.value, without, 'without the adapter')}"],
+            [f"held-out {figure} {compared(best.value, first, before)}"],
             command("run_inference", model=cfg.model, checkpoint=cfg.checkpoint, adapter=kept, prompt="Hello"),
         )  # fmt: skip
 
@@ -188,6 +189,8 @@ def recover(
 
 # -- the steps -------------------------------------------------------------------------------------------------------
 def check(cfg: Config) -> None:
+    if cfg.adapter:
+        read_adapter(Path(cfg.adapter).expanduser())
     if cfg.adapter and cfg.adapter_init != "zero":
         raise UserError("--adapter and --adapter-init error both set the initial values; give one")
     if not cfg.checkpoint:

@@ -59,7 +59,7 @@ def load_adapter(model: nn.Module, path: str | Path, checkpoint: str | Path | No
     weight and would ignore the change.
     """
     folder = Path(path).expanduser()
-    saved = _read(folder)
+    saved = read_adapter(folder)
     _check_origin(folder, checkpoint, model)
     _check_places(folder, saved, unwrap(model))
     try:
@@ -82,7 +82,7 @@ def take_values(model: nn.Module, path: str, checkpoint: str | Path | None) -> N
     """Copy the values of a saved adapter into a new one of the same rank, alpha and layers; the model is on the CPU.
     Raises UserError if they differ, or if the folder is damaged or belongs to another student."""
     folder = Path(path).expanduser()
-    saved, new = _read(folder), get_peft_model_state_dict(model, save_embedding_layers=False)
+    saved, new = read_adapter(folder), get_peft_model_state_dict(model, save_embedding_layers=False)
     _check_origin(folder, checkpoint, model)
     there, here = read_json(folder / "adapter_config.json"), model.peft_config["default"]
     for name in sorted(SIZE, reverse=True):
@@ -103,7 +103,7 @@ def adapter_values(model: nn.Module) -> int:
     return sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
 
 
-def _read(folder: Path) -> dict[str, Tensor]:
+def read_adapter(folder: Path) -> dict[str, Tensor]:
     """The adapter's tensors. Checks for missing files, which PEFT would look for on the hub."""
     if not folder.is_dir():
         raise UserError(

@@ -60,9 +60,9 @@ def save_checkpoint(
     return target
 
 
-def newest_checkpoint(run_path: Path) -> Path | None:
-    """The newest checkpoint of a run, intact or not; None if there is none."""
-    return next(iter(_newest_first(run_path / "checkpoints")), None)
+def checkpoints_of(run_path: Path) -> list[Path]:
+    """The checkpoints of a run, the newest first, intact or not."""
+    return _newest_first(run_path / "checkpoints")
 
 
 # -- the run's files -------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def parse(
     is allowed.
     """
     argv = _normalised(argv, kind)
-    preset, run = _preset(argv, kind, presets or script), _of_run(argv, kind)
+    preset, run = _preset(argv, kind, presets or script), _of_run(argv, kind, script)
     values = (defaults or {}) | (run | preset if _values_of("--config", argv) else preset | run)
     found, unknown = _parser(kind, script, description, values).parse_known_args(argv)
     if unknown and unknown[0].startswith("-") and not unknown[0].startswith("--"):
@@ -173,15 +173,15 @@ def _values_of(option: str, argv: list[str]) -> list[str]:
     return joined + [value for word, value in itertools.pairwise(argv) if word == option]
 
 
-def _of_run(argv: list[str], kind: type) -> dict:
+def _of_run(argv: list[str], kind: type, script: str) -> dict:
     """The options of the run that --resume names, except those that may differ on another machine."""
     names = [name for name, field in _names(kind).items() if field == "resume"]
     given = [value for name in names for value in _values_of(f"--{name.replace('_', '-')}", argv)]
-    if not given or not Path(given[-1], "config.yaml").is_file():
+    if not given or given[-1] in ("off", "auto") or "output_dir" not in _names(kind):
         return {}
-    from qat_lora.run.resuming import read_config
+    from qat_lora.run.resuming import options_of
 
-    was = read_config(Path(given[-1]))
+    was = options_of(Path(given[-1]), script)
     return {field.name: was[field.name] for field in dataclasses.fields(kind) if field.name in was and not _own(field)}
 
 

@@ -1,7 +1,11 @@
 """Finds the run that --resume refers to, and checks that it matches the current config."""
 
 import dataclasses
+import hashlib
+import json
+import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -9,9 +13,10 @@ from typing import Any
 import yaml
 
 from qat_lora.errors import UserError, first_line, to_stderr
+from qat_lora.hosts.environment import slice_hosts
 from qat_lora.hosts.group import ALONE, Group
 from qat_lora.run.console import say
-from qat_lora.run.files import read_json, sha256
+from qat_lora.run.files import read_json
 from qat_lora.run.hosts import agree_on_options, bring_run
 from qat_lora.run.options import JobConfig, RunConfig
 
@@ -40,7 +45,33 @@ def read_config(path: Path) -> dict:
         ) from error
     manifest = path / "manifest.json"
     extended = read_json(manifest).get("extended") if manifest.exists() else None
-    return found | {"max_steps": extended[-1]["max_steps"]} if extended else found
+    try:
+        return found | {"max_steps": extended[-1]["max_steps"]} if extended else found
+    except (TypeError, KeyError) as error:
+        raise UserError(f"{manifest} is damaged (extended); restore it, or start in another folder") from error
+
+
+def options_of(path: Path, script: str) -> dict:
+    """The options of the run that --resume names, {} if it may be on another host. Raises UserError if there is no run,
+    or one of another script."""
+    if not (path / "manifest.json").exists():
+        if "RANK" in os.environ or slice_hosts()[0] > 1:
+            return {}
+        raise _no_run(path)
+    made = read_json(path / "manifest.json").get("experiment")
+    if made != script:
+        raise UserError(f"--resume {path} is a run of {made}.py, not of {script}.py; give one of this script")
+    return read_config(path)
+
+
+def _no_run(path: Path) -> UserError:
+    return UserError(f"--resume {path}: no run there (no manifest.json); give a run directory, auto or off")
+
+
+def options_sum(config: bytes, manifest: dict) -> str:
+    """sha256 (hex) of what a run's options are read from: the content of config.yaml, and its extensions."""
+    extended = manifest.get("extended")
+    return hashlib.sha256(config + (json.dumps(extended).encode() if extended else b"")).hexdigest()
 
 
 def extension(path: Path, config: RunConfig) -> dict | None:
@@ -49,15 +80,23 @@ def extension(path: Path, config: RunConfig) -> dict | None:
 
     Raises UserError if that is not more than the updates done so far, or if the run has no checkpoint left.
     """
-    from qat_lora.run.checkpoint import newest_checkpoint
+    from qat_lora.run.checkpoint import checkpoints_of
 
     wanted = None if getattr(config, "sft_only", False) else getattr(config, "max_steps", None)  # which counts GRPO
     if _status(path) != "finished" or wanted in (None, read_config(path).get("max_steps")):
         return None
-    last = newest_checkpoint(path)
-    if last is None:
-        raise UserError(f"{path} has no checkpoint left, so it cannot be extended; start a new run from its result")
-    step, done = (read_json(last / "meta.json").get(name) for name in ("step", "done"))
+    kept, before = checkpoints_of(path), None
+    for checkpoint in kept:  # a damaged one is replaced by the one before it
+        with suppress(UserError, KeyError, TypeError):
+            meta = read_json(checkpoint / "meta.json")
+            before = meta["step"] - meta["done"]  # updates of earlier stages
+            break
+    if before is None:
+        raise UserError(
+            f"{path} has no intact checkpoint left, so it cannot be extended; start a new run from its result"
+        )
+    step = int(kept[0].name.removeprefix("step_"))
+    done = step - before
     if read_config(path).get("max_steps") == 0:  # the stage that --max-steps counts had no update
         done = 0
     if wanted <= done:
@@ -69,10 +108,10 @@ def extension(path: Path, config: RunConfig) -> dict | None:
 
 def not_begun(path: Path, manifest: dict) -> bool:
     """Whether the extension of a finished run was recorded, but the process ended before it removed summary.json."""
-    from qat_lora.run.checkpoint import newest_checkpoint
+    from qat_lora.run.checkpoint import checkpoints_of
 
-    last, ends = newest_checkpoint(path), [more["after"] for more in manifest.get("extended", ())]
-    return bool(ends) and last is not None and last.name == f"step_{ends[-1]}"
+    kept, ends = checkpoints_of(path), [more["after"] for more in manifest.get("extended", ())]
+    return bool(ends and kept) and kept[0].name == f"step_{ends[-1]}"
 
 
 def _resumed_path(experiment: str, config: RunConfig, facts: dict) -> Path | None:
@@ -92,7 +131,7 @@ def _candidates(experiment: str, config: RunConfig, tell: Callable[[str], None] 
     if config.resume != "auto":
         path = Path(config.resume)
         if not (path / "manifest.json").exists():
-            raise UserError(f"--resume {path}: no run there (no manifest.json); give a run directory, auto or off")
+            raise _no_run(path)
         if config.output_dir and path.resolve() != Path(config.output_dir).resolve():
             raise UserError(
                 f"--resume {path} and --output-dir {config.output_dir} are different directories; leave one out"
@@ -214,8 +253,11 @@ def check_same(path: Path, config: RunConfig, facts: dict) -> dict:
             f"{path} is a run of format {manifest.get('format')}, and this version resumes format {FORMAT}; give "
             "another --output-dir"
         )
-    if sha256(path / "config.yaml") != manifest.get(CONFIG_SUM):
-        raise UserError(f"{path}/config.yaml is damaged (checksum); restore it, or give another --output-dir")
+    if options_sum((path / "config.yaml").read_bytes(), manifest) != manifest.get(CONFIG_SUM):
+        raise UserError(
+            f"{path}: config.yaml or the extensions in manifest.json are damaged (checksum); restore them, or give "
+            "another --output-dir"
+        )
     for name in sorted(facts.keys() & manifest.keys()):  # facts that list files come first: others may follow from them
         there, here = manifest[name], facts[name]
         if isinstance(there, dict) and isinstance(here, dict):

@@ -1,7 +1,6 @@
 """The run directory: the options, inputs, log and results of a run."""
 
 import dataclasses
-import hashlib
 import json
 import os
 import platform
@@ -30,6 +29,7 @@ from qat_lora.run.resuming import (
     check_same,
     extension,
     not_begun,
+    options_sum,
     read_config,
 )
 
@@ -149,6 +149,7 @@ def _open(experiment: str, config: RunConfig, facts: dict) -> Run:
         manifest = check_same(path, same, lasting)
         if more:
             manifest["extended"] = [*manifest.get("extended", []), more]
+            manifest[CONFIG_SUM] = options_sum((path / "config.yaml").read_bytes(), manifest)
             say(f"extending {path} from {more['done']} to {more['max_steps']} updates; {EXTENDED}")
         elif _status(path) == "finished" and not not_begun(path, manifest):
             say(f"{path} is finished; extend it with a larger --max-steps")
@@ -185,7 +186,7 @@ def _open(experiment: str, config: RunConfig, facts: dict) -> Run:
             "python": platform.python_version(),
             "packages": {name: installed_version(name) for name in PACKAGES},
             "seed": config.seed,
-            CONFIG_SUM: hashlib.sha256(text.encode()).hexdigest(),
+            CONFIG_SUM: options_sum(text.encode(), {}),
             **facts,
         },
     )

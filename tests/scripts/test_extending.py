@@ -6,7 +6,7 @@ import itertools
 import json
 
 import pytest
-from records import curve, lines, summary
+from records import curve, lines, newest, summary
 from small import CPU, SMALL
 
 from qat_lora.run.files import check_files
@@ -110,6 +110,36 @@ def test_fewer_updates_than_a_run_has_had_are_refused(refuse, finished):
     said = refuse("train_recovery_lora", "--resume", folder, "--max-steps", 1)
     assert f"--max-steps 1: {folder} has had 2 updates already; give more than 2 to extend it" in said
     assert summary(folder)["status"] == "finished"
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "meta.json"])
+def test_a_damaged_last_checkpoint_is_replaced_by_the_one_before(run, finished, file):
+    whole, damaged = finished("train_qat", "whole"), finished("train_qat", "damaged")
+    for folder in (whole, damaged):
+        run("train_qat", "--resume", folder, "--max-steps", 4, "--save-every", 1)
+    (newest(damaged) / file).write_bytes(b"[]")
+    for folder in (whole, damaged):
+        run("train_qat", "--resume", folder, "--max-steps", 6)
+    assert all(curve(damaged, name) == curve(whole, name) for name in ("loss", "lr"))
+
+
+@pytest.mark.parametrize("damage", [lambda more: more[0].update(after=1), lambda more: more.insert(0, 3)])
+def test_a_damaged_record_of_an_extension_is_refused(run, refuse, finished, damage):
+    folder = finished("train_recovery_lora")
+    run("train_recovery_lora", "--resume", folder, "--max-steps", 3)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    damage(manifest["extended"])
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    said = refuse("train_recovery_lora", "--resume", folder, "--max-steps", 4)
+    assert "the extensions in manifest.json are damaged (checksum)" in said
+    assert summary(folder)["status"] == "finished"
+
+
+def test_resume_names_a_run_of_this_script(refuse, finished, tmp_path):
+    folder = finished("train_recovery_lora")
+    assert f"--resume {tmp_path}/none: no run there" in refuse("train_qat", "--resume", tmp_path / "none")
+    said = refuse("train_qat", "--resume", folder, "--max-steps", 4)
+    assert f"--resume {folder} is a run of train_recovery_lora.py, not of train_qat.py" in said
 
 
 # -- a result as the start of another run ----------------------------------------------------------------------------
