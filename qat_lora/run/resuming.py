@@ -255,7 +255,7 @@ def check_same(path: Path, config: RunConfig, facts: dict) -> dict:
         )
     if options_sum((path / "config.yaml").read_bytes(), manifest) != manifest.get(CONFIG_SUM):
         raise UserError(
-            f"{path}: config.yaml or the extensions in manifest.json are damaged (checksum); restore them, or give "
+            f"{path}/config.yaml is damaged (checksum), or the extensions in manifest.json are; restore them, or give "
             "another --output-dir"
         )
     for name in sorted(facts.keys() & manifest.keys()):  # facts that list files come first: others may follow from them

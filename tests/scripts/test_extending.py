@@ -131,7 +131,7 @@ def test_a_damaged_record_of_an_extension_is_refused(run, refuse, finished, dama
     damage(manifest["extended"])
     (folder / "manifest.json").write_text(json.dumps(manifest))
     said = refuse("train_recovery_lora", "--resume", folder, "--max-steps", 4)
-    assert "the extensions in manifest.json are damaged (checksum)" in said
+    assert "damaged (checksum), or the extensions in manifest.json are; restore them" in said
     assert summary(folder)["status"] == "finished"
 
 
