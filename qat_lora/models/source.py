@@ -201,7 +201,7 @@ def check_source(name: str) -> None:
     """Raise UserError for anything but a self-contained model: for an adapter (even with a model in the same folder),
     an architecture that transformers does not know, or one that comes with its own Python code."""
     if "gguf_file" in model_source(name):
-        if part := PART.search(name):
+        if (part := PART.search(name)) and int(part[2]) > 1:
             raise UserError(
                 f"model {name!r} is part {int(part[1])} of {int(part[2])} of a .gguf file; join the parts with "
                 "llama.cpp's llama-gguf-split --merge, or give the model as a folder"

@@ -120,7 +120,7 @@ def load_run(run: Path) -> tuple[RecursiveModel, str | None, int]:
         model.load_state_dict(best["state"])
         return model.eval(), best["kind"], settings["halt_max_segments"]
     except (KeyError, TypeError, RuntimeError) as error:
-        raise UserError(f"{run} is not a run of pretrain.py ({first_line(error)}); give one with --run") from error
+        raise UserError(f"{run} is not a run of pretrain.py ({first_line(error)}); give one of that script") from error
 
 
 def starting_model(run: str, spec: RecursiveSpec) -> RecursiveModel:

@@ -150,5 +150,5 @@ def load_run(run: Path) -> tuple[SmallLM, Stories, int]:
         return model.eval(), Stories("", tokenizer, none, none, 0, ""), settings.length
     except (AttributeError, TypeError) as error:
         raise UserError(
-            f"{run} is not a run of train_tinystories_reservoir.py ({first_line(error)}); give one with --run"
+            f"{run} is not a run of train_tinystories_reservoir.py ({first_line(error)}); give one of that script"
         ) from error
