@@ -59,9 +59,8 @@ def main(cfg: Config) -> None:
                  f"count={cfg.puzzles}", f"heldout_fraction={cfg.heldout_fraction}", f"output_dir={data}")  # fmt: skip
         for name, words in VARIANTS.items():
             run = run_of(folder, name, seed)
-            if not (run / "summary.json").exists() or '"finished"' not in (run / "summary.json").read_text(
-                encoding="utf-8"
-            ):
+            ended = run / "summary.json"
+            if not ended.exists() or '"finished"' not in ended.read_text(encoding="utf-8"):
                 call("pretrain.py", "--config", "cpu", f"seed={seed}", "device_type=cpu", "num_chips=1",
                      f"data_path={data}", f"steps={cfg.steps}", "lr_min_ratio=1", f"output_dir={run}", "resume=auto",
                      *words)  # fmt: skip

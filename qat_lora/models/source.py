@@ -26,11 +26,8 @@ SPEECH = (
     *TOKENIZERS, "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja",
     "chat_template.json", "generation_config.json",
 )  # fmt: skip
-QUANTISED = (
-    "quantize_config.json",
-    "quant_config.json",
-    "hf_quant_config.json",
-)  # describe the quantisation if config.json does not
+# Files that describe how weights are quantised if config.json does not.
+QUANTISED = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 

@@ -47,7 +47,7 @@ def complete(
     """
     check_sampling(temperature, top_p=top_p)
     ids = _encode(tokenizer, prompt, thinking)
-    used, context = len(ids), _context(model)
+    used, context = len(ids), context_length(unwrap(model).config)
     if context and used + max_new_tokens > context:
         raise UserError(
             f"a prompt of {used} tokens and {max_new_tokens} new tokens do not fit the model's context of {context}; "
@@ -173,17 +173,12 @@ def check_room(
     model: nn.Module, tokenizer, shortest: str | list[dict], max_new_tokens: int, thinking: bool | None = None
 ) -> None:
     """Raise UserError if even the `shortest` possible prompt does not fit the model's context."""
-    used, context = len(_encode(tokenizer, shortest, thinking)), _context(model)
+    used, context = len(_encode(tokenizer, shortest, thinking)), context_length(unwrap(model).config)
     if context and used + max_new_tokens > context:
         raise UserError(
             f"--max-new-tokens {max_new_tokens} leaves no room for a prompt, which takes at least {used} of the "
             f"model's context of {context} tokens; use at most {context - used}"
         )
-
-
-def _context(model: nn.Module) -> int | None:
-    """The model's context length in tokens; None if unknown."""
-    return context_length(unwrap(model).config)
 
 
 def _encode(tokenizer, prompt: str | list[dict], thinking: bool | None) -> list[int]:
