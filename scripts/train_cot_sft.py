@@ -153,7 +153,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     if cfg.bos == "on":  # else BOS only if the template has it, as in transformers' chat
         begin_with_bos(tokenizer)
     with group.main_first():
-        rows = legal_rows(cfg.dataset, cfg.dataset_split, cfg.count, cfg.seed, backend.is_main)
+        rows = legal_rows(cfg.dataset, cfg.dataset_split, cfg.count, cfg.seed)
     loads = backend.is_main and not cfg.dry_run  # the other workers get worker 0's weights, and a dry run needs none
     base = open_base(cfg, backend, workers, loads)
     weights = section_weights(cfg.section_weights)

@@ -15,6 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from sizes import DEEPSEEK, TINY
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import get_verbosity, set_verbosity, set_verbosity_warning
 
 from qat_lora.errors import UserError
 from qat_lora.models.architecture import hidden_states
@@ -278,11 +279,13 @@ def test_a_part_of_a_gguf_file_is_refused_as_one(gguf_file, tmp_path, number, co
 def test_a_warning_of_transformers_reaches_the_user_once(folder, capsys, monkeypatch):
     (handler,) = (one for one in logging.getLogger("transformers").handlers if isinstance(one, WarnOnce))
     monkeypatch.setattr(handler, "said", set())
-    monkeypatch.setattr(logging.getLogger("transformers"), "level", logging.WARNING)  # others may have changed it
+    before = get_verbosity()
+    set_verbosity_warning()  # other tests may have made transformers quiet
     edit(folder, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 0.5})
     for _ in range(2):
         load_config.__wrapped__(str(folder))
     load_model(str(folder))
+    set_verbosity(before)
     err = capsys.readouterr().err
     assert err.count("factor field must be a float or int >= 1, got 0.5") == 1
     assert err.startswith("warning from transformers: ")

@@ -19,7 +19,6 @@ from qat_lora.experiments.legal.answers import NEEDED, checked_rows, document, g
 from qat_lora.experiments.legal.authorities import Authorities
 from qat_lora.experiments.legal.rules import generate
 from qat_lora.experiments.legal.sections import NUMBERS
-from qat_lora.run.console import say
 from qat_lora.run.files import write_json
 
 GENERATED = "generated"
@@ -28,7 +27,7 @@ GENERATED = "generated"
 @dataclass(frozen=True)
 class LegalData:
     """Packed training and held-out rows; questions: the held-out rows unpacked; authorities: what may be cited;
-    left_out: ids of omitted rows by reason."""
+    left_out: ids of omitted rows by reason; ignored: columns that nothing is made of."""
 
     train: PackedExamples
     heldout: PackedExamples
@@ -36,6 +35,7 @@ class LegalData:
     authorities: list[str]
     examples: int
     left_out: dict[str, list[str]] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
         """A summary for the log."""
@@ -44,6 +44,7 @@ class LegalData:
             f"{self.examples} examples in {len(self.train)} rows of {self.train.tokens.shape[1]} tokens "
             f"({self.train.filled:.0%} filled), {len(self.questions)} held out, {len(self.authorities)} authorities",
             *(f"left out, {reason}: {len(ids)} ({named(ids)})" for reason, ids in reasons.items()),
+            *([f"ignored columns: {', '.join(self.ignored)}"] if self.ignored else []),
         ]
 
     def write(self, folder: Path) -> None:
@@ -53,15 +54,11 @@ class LegalData:
         write_json(folder / "authorities.json", {"authorities": self.authorities})
 
 
-def legal_rows(dataset: str, split: str, count: int, seed: int, tell: bool = True) -> list[dict]:
-    """The checked rows of a dataset, or `count` generated ones. tell: print which columns are ignored."""
+def legal_rows(dataset: str, split: str, count: int, seed: int) -> list[dict]:
+    """The checked rows of a dataset, or `count` generated ones."""
     if dataset != GENERATED:
         fix = f'use "{GENERATED}" or a local .jsonl or .parquet file'
-        rows = list(read_rows(dataset, split=split, fix=fix, columns=NEEDED))
-        ignored = dict.fromkeys(name for row in rows for name in row if name not in NEEDED)
-        if ignored and tell:
-            say(f"ignored columns: {', '.join(ignored)}")
-        return checked_rows(rows)
+        return checked_rows(list(read_rows(dataset, split=split, fix=fix, columns=NEEDED)))
     if split != "train":
         raise UserError(f"--dataset-split {split} needs a hub dataset: the generated one has no splits; use train")
     return checked_rows(list(generate(count, seed)))
@@ -103,6 +100,7 @@ def legal_data(
             "a line begins like a section's title": odd,
             f"longer than {length} tokens{most}": [example.id for example in long],
         },
+        tuple(dict.fromkeys(name for row in rows for name in row if name not in NEEDED)),
     )
 
 
