@@ -235,7 +235,7 @@ def reinforce(
 def shortened(cfg: Config) -> Config:
     few = max(8, cfg.batch_size * cfg.accumulation_steps)
     return dataclasses.replace(
-        cfg, num_samples=few, epochs=1, max_steps=None, sft_epochs=1, sft_batch_size=min(few, cfg.sft_batch_size),
+        cfg, num_samples=few, epochs=1, sft_epochs=1, sft_batch_size=min(few, cfg.sft_batch_size),
         validation_samples=1,
     )  # fmt: skip
 

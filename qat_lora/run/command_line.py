@@ -181,8 +181,9 @@ def _of_run(argv: list[str], kind: type, script: str) -> dict:
         return {}
     from qat_lora.run.resuming import options_of
 
-    was = options_of(Path(given[-1]), script)
-    return {field.name: was[field.name] for field in dataclasses.fields(kind) if field.name in was and not _own(field)}
+    was, hints = options_of(Path(given[-1]), script), get_type_hints(kind)
+    names = [field.name for field in dataclasses.fields(kind) if field.name in was and not _own(field)]
+    return {name: _coerced(was[name], hints[name], f"{given[-1]}/config.yaml: {name}") for name in names}
 
 
 def _own(field: dataclasses.Field) -> bool:

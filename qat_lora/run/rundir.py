@@ -151,6 +151,7 @@ def _open(experiment: str, config: RunConfig, facts: dict) -> Run:
             manifest["extended"] = [*manifest.get("extended", []), more]
             manifest[CONFIG_SUM] = options_sum((path / "config.yaml").read_bytes(), manifest)
             say(f"extending {path} from {more['done']} to {more['max_steps']} updates; {EXTENDED}")
+            say("its results are replaced; if an adapter was trained on them, stop now and copy the folder first")
         elif _status(path) == "finished" and not not_begun(path, manifest):
             say(f"{path} is finished; extend it with a larger --max-steps")
             raise SystemExit(0)

@@ -194,3 +194,11 @@ def test_a_story_with_a_letter_that_the_start_does_not_know_is_refused(refuse, f
     (tmp_path / "text.txt").write_text("A zebra. <|endoftext|>" * 60)
     start = [*flags_of["train_tinystories_reservoir"], "--start", folder, "--output-dir", tmp_path / "other"]
     assert "the run's tokenizer has no token for 'A'" in refuse("train_tinystories_reservoir", *start)
+
+
+def test_a_damaged_value_in_the_config_of_a_run_is_named_with_its_file(refuse, finished):
+    folder = finished("train_recovery_lora")
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("max_steps: 2\n", "max_steps: two\n"))
+    said = refuse("train_recovery_lora", "--resume", folder, "--max-steps", 4)
+    assert f"{config}: max_steps: 'two' is not an int; correct the value" in said
