@@ -16,6 +16,10 @@ gguf    model.gguf with the trained codes and scales, each tensor in the smalles
         --adapter-as merged it is added to its layers, which become F16. --model without a student: any model in full
         precision, e.g. a fine-tuned or merged one; its matrices become F16
 
+compressed-tensors, gptq, autoround, mlx
+        a folder with the trained codes, packed, for vLLM, SGLang and transformers, or for mlx-lm; other matrices are in
+        fp16, vectors in fp32. The adapter is in adapter/, in PEFT's form or in mlx-lm's
+
 Every export also has the tokenizer, the chat template and export.json (its sources, types, bits and sizes). The
 files are read back and compared with the student, code by code, before the folder is moved into place. Nothing is
 overwritten. A model of 135M weights takes about a minute.
@@ -36,13 +40,13 @@ class Config(ScriptConfig):
         None, "the student's base, if it has moved; without --checkpoint, the model to export as GGUF"
     )
     adapter: str | None = opt.model(None, "adapter trained on the student: the adapter/ of train_recovery_lora.py")
-    format: Literal["hf", "merged", "gguf"] = opt.run(
-        "gguf", "format: hf (adapter beside the model), merged (adapter added to the weights) or gguf"
+    format: Literal["hf", "merged", "gguf", "compressed-tensors", "gptq", "autoround", "mlx"] = opt.run(
+        "gguf", "format: hf (adapter beside the model), merged (adapter added to the weights), gguf, or packed codes"
     )
     output_dir: str | None = opt.run(None, "new folder to write the export to, e.g. exports/q2")
-    gguf_type: Literal["auto", "Q2_0", "Q4_0", "Q4_1", "Q8_0", "F16"] = opt.run(
-        "auto", "GGUF type of the quantised tensors; auto is the smallest that holds each tensor exactly"
-    )
+    gguf_type: Literal[
+        "auto", "TQ1_0", "TQ2_0", "Q2_0", "Q2_K", "Q3_K", "Q4_0", "Q4_K", "Q4_1", "Q5_K", "Q6_K", "Q8_0", "F16"
+    ] = opt.run("auto", "GGUF type of the quantised tensors; auto is the smallest that holds each tensor exactly")
     adapter_as: Literal["lora", "merged"] | None = opt.run(
         None, "adapter in GGUF: lora (a file of its own) or merged (its layers become F16) [lora]"
     )
@@ -54,19 +58,25 @@ if __name__ == "__main__":
 from pathlib import Path
 
 from qat_lora.errors import UserError
+from qat_lora.export import compressed_tensors, mlx
 from qat_lora.export.gguf import ADAPTER_FILE, MODEL_FILE, GGUFPlan, plan_gguf, summary, write_gguf
+from qat_lora.export.gptq import AUTOROUND, GPTQ
 from qat_lora.export.hf import hf_bytes, write_hf
+from qat_lora.export.packed import FILE, plan_packed, rounding, write_packed
 from qat_lora.export.source import Source, load_source, provenance
 from qat_lora.hosts.revision import revision
 from qat_lora.quant.student import bits_per_weight
 from qat_lora.run.console import say
 from qat_lora.run.files import check_new, new_folder, write_json
 
+LAYOUTS = {layout.name: layout for layout in (compressed_tensors.LAYOUT, GPTQ, AUTOROUND, mlx.LAYOUT)}
+
 
 def main(cfg: Config) -> None:
     check(cfg)
     source = load_source(cfg.checkpoint, cfg.adapter, cfg.model)
-    (export_gguf if cfg.format == "gguf" else export_hf)(cfg, source)
+    exports = {"gguf": export_gguf, "hf": export_hf, "merged": export_hf}
+    exports.get(cfg.format, export_packed)(cfg, source)
 
 
 def check(cfg: Config) -> None:
@@ -107,6 +117,24 @@ def export_hf(cfg: Config, source: Source) -> None:
         real = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
         write_json(folder / "export.json", record(cfg, source, {"all": "F32"}, 32.0, {"weights": (computed, real)}))
     say(f"wrote {target}: {real / 1e6:.2f} MB, read back and equal to the student bit for bit")
+
+
+# -- packed codes ----------------------------------------------------------------------------------------------------
+def export_packed(cfg: Config, source: Source) -> None:
+    target, plan = Path(cfg.output_dir), plan_packed(source, LAYOUTS[cfg.format])
+    computed, bits = plan.bytes(), plan.bits()
+    introduce(cfg, source)
+    say(f"  {len(plan.layers)} layers packed for {cfg.format}; {rounding(source, plan)}")
+    say(f"bits per quantised weight: {bits:.3f} in the file, {bits_per_weight(source.student):.3f} in the student")
+    say(f"computed: {computed / 1e6:.2f} MB")
+    if cfg.dry_run:
+        return
+    with new_folder(target) as folder:
+        write_packed(source, plan, folder, target)
+        real = (folder / FILE).stat().st_size
+        types = {name: str(quantizer.spec) for name, quantizer in plan.layers.items()}
+        write_json(folder / "export.json", record(cfg, source, types, bits, {FILE: (computed, real)}))
+    say(f"wrote {target}: {real / 1e6:.2f} MB, read back: every code, scale, offset and plain value is the planned one")
 
 
 # -- GGUF ------------------------------------------------------------------------------------------------------------

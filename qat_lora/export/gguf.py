@@ -17,19 +17,18 @@ from qat_lora.export.gguf_file import (
     adapter_writer,
     check_architecture,
     file_bytes,
-    from_gguf_rows,
     metadata,
     model_writer,
     tensor_names,
     to_gguf_rows,
     turned_heads,
 )
-from qat_lora.export.gguf_types import QUANTISED, TYPES, choose, coding, decode, encode, library_type, row_bytes
+from qat_lora.export.gguf_types import QUANTISED, TYPES, choose, decode, encode, held, library_type, row_bytes
 from qat_lora.export.source import Source, weight_of
 from qat_lora.models.gguf_settings import frequency_factors, norm_change
 from qat_lora.models.loading import empty_model, load_config, model_source, plain_state
 from qat_lora.models.writing import differs
-from qat_lora.quant.linear import Quantizer, quantized_layers
+from qat_lora.quant.linear import Parts, Quantizer, quantized_layers
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.run.files import writing
 
@@ -183,9 +182,12 @@ def _plain(source: Source, entry: Entry) -> np.ndarray:
 def _payload(source: Source, entry: Entry) -> np.ndarray:
     if entry.kind not in QUANTISED:
         return _plain(source, entry)
-    scale = entry.quantizer.scale_matrix().detach().squeeze(2)
-    rows = entry.quantizer.codes.numpy(), scale.expand(entry.shape[0], scale.shape[1]).numpy()
-    return encode(entry.kind, entry.spec, *(to_gguf_rows(part, entry.heads) for part in rows))
+    return encode(entry.kind, entry.spec, _parts(entry))
+
+
+def _parts(entry: Entry) -> Parts:
+    """What the file stores of a quantised tensor, its rows in the file's order."""
+    return Parts(*(None if part is None else to_gguf_rows(part, entry.heads) for part in entry.quantizer.parts()))
 
 
 def check_gguf(source: Source, plan: GGUFPlan, folder: Path, shown: Path) -> None:
@@ -223,16 +225,8 @@ def _same(source: Source, entry: Entry, tensor) -> bool:
     if entry.kind not in QUANTISED:
         there, here = (values.reshape(-1).view(np.uint8) for values in (tensor.data, _plain(source, entry)))
         return np.array_equal(there, here)
-    codes, scale, offset = decode(entry.kind, entry.spec, tensor.data)
-    wanted = entry.quantizer.scale_matrix().detach().squeeze(2)
-    wanted = wanted.expand(entry.shape[0], wanted.shape[1]).repeat_interleave(scale.shape[1] // wanted.shape[1], dim=1)
-    codes, scale = (torch.from_numpy(from_gguf_rows(part, entry.heads)) for part in (codes, scale))
-    if not torch.equal(codes, entry.quantizer.codes) or not torch.equal(scale.float(), wanted):
-        return False
-    if offset is None:
-        return True
-    rounded = (wanted * coding(entry.spec, entry.kind).offset).half()
-    return torch.equal(torch.from_numpy(from_gguf_rows(offset, entry.heads)), rounded)
+    there, here = decode(entry.kind, entry.spec, tensor.data), held(entry.kind, entry.spec, _parts(entry))
+    return all(a is b is None or np.array_equal(a, b) for a, b in zip(there, here))
 
 
 # -- description -----------------------------------------------------------------------------------------------------
@@ -267,6 +261,6 @@ def _note(entry: Entry) -> str:
         return "adapter added, rounded to fp16"
     if entry.kind == "F16":
         return "level·scale rounded to fp16" if entry.spec else "rounded to fp16"
-    how = coding(entry.spec, entry.kind)
-    rounded = how.offset is not None and entry.spec.codebook == "balanced"
-    return f"codes and scales exact, offset {how.offset}·scale rounded to fp16" if rounded else "codes and scales exact"
+    if entry.kind == "Q4_1" and entry.spec.codebook == "balanced":
+        return f"codes and scales exact, offset {entry.spec.lowest}·scale rounded to fp16"
+    return "codes, scales and offsets exact" if entry.spec.offset else "codes and scales exact"

@@ -1,43 +1,76 @@
-"""GGUF's block types: which quantisers each can represent, and conversion of codes and scales to bytes and back.
+"""GGUF's block types: which quantisers each can represent, and conversion of codes, scales and offsets to bytes and
+back.
 
-A block is a run of weights of one row with an fp16 step d (Q4_1: and an fp16 offset m):
+A block is a run of weights of one row. In the flat types it has an fp16 step d (Q4_1: and an fp16 offset m); in
+llama.cpp's k-quants each group of its 256 weights has an integer scale s (and offset m), times the fp16 d (and m') of
+the block:
 
-  type   weights  bytes  value      integers  body
-  Q2_0   64       18     (q − 1)·d  0 … 3     byte i holds weights 4i … 4i+3, lowest bits first
-  Q4_0   32       18     (q − 8)·d  0 … 15    byte j holds weight j in its low half, weight j + 16 in its high half
-  Q4_1   32       20     q·d + m    0 … 15    as Q4_0
-  Q8_0   32       34     q·d        −128 … 127
+  type   weights  bytes  value            integers    groups
+  TQ1_0  256      54     (q − 1)·d        0 … 2
+  TQ2_0  256      66     (q − 1)·d        0 … 2
+  Q2_0   64       18     (q − 1)·d        0 … 3
+  Q2_K   256      84     d·s·q − m'·m     0 … 3       16 of 16, s and m of 4 bits
+  Q3_K   256      110    d·(s − 32)·(q − 4)  0 … 7    16 of 16, s of 6 bits
+  Q4_0   32       18     (q − 8)·d        0 … 15
+  Q4_K   256      144    d·s·q − m'·m     0 … 15      8 of 32, s and m of 6 bits
+  Q4_1   32       20     q·d + m          0 … 15
+  Q5_K   256      176    d·s·q − m'·m     0 … 31      8 of 32, s and m of 6 bits
+  Q6_K   256      210    d·s·(q − 32)     0 … 63      16 of 16, s of 8 bits with a sign
+  Q8_0   32       34     q·d              −128 … 127
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from qat_lora.errors import UserError
+from qat_lora.export.gguf_blocks import (
+    pack_eight,
+    pack_sixteen,
+    pack_ternary,
+    planes,
+    unpack_eight,
+    unpack_sixteen,
+    unpack_ternary,
+    unplanes,
+)
+from qat_lora.quant.linear import Parts
 from qat_lora.quant.spec import QuantSpec
 
 
 @dataclass(frozen=True)
 class BlockType:
-    """A type's number in a GGUF file, the file type of a model that uses it, and the weights and bytes of a block."""
+    """A type's number in a GGUF file, the file type of a model that uses it, and the weights and bytes of a block; of a
+    k-quant also the bits of a code, the weights of a group, and the bits of its scale."""
 
     number: int
     file_type: int
     weights: int
     bytes: int
+    bits: int = 0
+    group: int = 0
+    narrow: int = 0
+    offset: bool = False
 
 
 TYPES = {  # by bits per weight
+    "TQ1_0": BlockType(34, 36, 256, 54),
+    "TQ2_0": BlockType(35, 37, 256, 66),
     "Q2_0": BlockType(42, 41, 64, 18),
+    "Q2_K": BlockType(10, 10, 256, 84, 2, 16, 4, True),
+    "Q3_K": BlockType(11, 12, 256, 110, 3, 16, 6),
     "Q4_0": BlockType(2, 2, 32, 18),
+    "Q4_K": BlockType(12, 14, 256, 144, 4, 32, 6, True),
     "Q4_1": BlockType(3, 3, 32, 20),
+    "Q5_K": BlockType(13, 16, 256, 176, 5, 32, 6, True),
+    "Q6_K": BlockType(14, 18, 256, 210, 6, 16, 8),
     "Q8_0": BlockType(8, 7, 32, 34),
     "F16": BlockType(1, 1, 1, 2),
     "F32": BlockType(0, 0, 1, 4),
 }
-QUANTISED = ("Q2_0", "Q4_0", "Q4_1", "Q8_0")
-CHOICES = ("auto", *QUANTISED, "F16")
+QUANTISED = tuple(kind for kind in TYPES if kind not in ("F16", "F32"))
 
 
 def _teach_library() -> None:
@@ -61,21 +94,25 @@ def library_type(kind: str) -> GGMLQuantizationType:
 
 @dataclass(frozen=True)
 class Coding:
-    """How a type stores level[code] · scale: integer q = turn·code + shift, d = factor·scale and, if the type has an
-    offset, m = offset·scale rounded to fp16 (d is exact: factor is ±1 or 1/2, and fp16 holds half of a scale)."""
+    """How a flat type stores level[code] · scale + offset: integer q = turn·code + shift, d = factor·scale and, if the
+    type has an offset, m = offset + lowest·scale rounded to fp16 (d is exact: factor is ±1 or 1/2, and fp16 holds half
+    of a scale)."""
 
     turn: int
     shift: int
     factor: float
-    offset: float | None = None
+    lowest: float | None = None
 
 
 def coding(spec: QuantSpec, kind: str) -> Coding | None:
-    """How `kind` stores the codes and scales of a quantiser, or None if it cannot represent its levels."""
-    if spec.codebook == "uniform" or spec.scale == "lowrank" or kind not in QUANTISED:
+    """How a flat type stores the codes and scales of a quantiser, or None if it cannot represent its levels."""
+    if spec.codebook == "uniform" or spec.scale == "lowrank" or spec.narrow or (spec.offset and kind != "Q4_1"):
         return None
+    if kind in ("TQ1_0", "TQ2_0"):
+        return Coding(1, 0, 1.0) if spec.codebook == "ternary" else None
     if kind == "Q2_0":  # levels −1 … 2 are the codebook −2 … 1 mirrored
-        return Coding(-1, 3, -1.0) if (spec.codebook, spec.bits) == ("int", 2) else None
+        mirrored = Coding(-1, 3, -1.0) if (spec.codebook, spec.bits) == ("int", 2) else None
+        return Coding(1, 0, 1.0) if spec.codebook == "ternary" else mirrored
     if kind == "Q4_1":
         return Coding(1, 0, 1.0, spec.lowest) if spec.levels <= 16 else None
     zero, half = (8, 8) if kind == "Q4_0" else (0, 128)
@@ -85,12 +122,34 @@ def coding(spec: QuantSpec, kind: str) -> Coding | None:
     return Coding(turn, lowest + zero, 1 / turn) if -half <= lowest and highest < half else None
 
 
+def _misfit(spec: QuantSpec, in_features: int, kind: str) -> str | None:
+    """Why a type cannot hold a weight with `in_features` columns exactly; None if it can."""
+    there = TYPES[kind]
+    if in_features % there.weights:
+        return f"{in_features} inputs are not divisible by its block size {there.weights}"
+    if spec.scale == "lowrank":
+        return "it has one scale per block, not one per weight"
+    group, block = spec.size if spec.scale == "group" else in_features, spec.block or in_features
+    if not there.bits:
+        if not coding(spec, kind):
+            return (
+                f"it cannot represent the levels of {spec.codebook}{spec.bits}"
+                if not spec.narrow
+                else "its scales are fp16"
+            )
+        return f"its blocks hold {there.weights} weights" if group % there.weights else None
+    if spec.codebook != "int" or spec.bits > there.bits or spec.offset != there.offset:
+        kinds = "with" if there.offset else "without"
+        return f"it holds int codebooks of up to {there.bits} bits {kinds} an offset"
+    if not 0 < spec.narrow <= there.narrow or group % there.group or block % there.weights:
+        return f"its scales have {there.narrow} bits, for groups of {there.group} in blocks of {there.weights}"
+    return None
+
+
 def fitting(spec: QuantSpec, in_features: int) -> list[str]:
     """The types that store the exact codes of a weight with `in_features` columns, smallest first; F16, which rounds
     values, comes last."""
-    group = spec.size if spec.scale == "group" else in_features
-    exact = [kind for kind in QUANTISED if coding(spec, kind) and group % TYPES[kind].weights == 0]
-    return [*exact, "F16"]
+    return [*(kind for kind in QUANTISED if _misfit(spec, in_features, kind) is None), "F16"]
 
 
 def choose(name: str, spec: QuantSpec, in_features: int, wanted: str) -> str:
@@ -99,16 +158,9 @@ def choose(name: str, spec: QuantSpec, in_features: int, wanted: str) -> str:
     if wanted == "auto":
         return fits[0]
     if wanted not in fits:
-        block = TYPES[wanted].weights
-        reason = f"its blocks hold {block} weights"
-        if in_features % block:
-            reason = f"{in_features} inputs are not divisible by its block size {block}"
-        elif spec.scale == "lowrank":
-            reason = "it has one scale per block, not one per weight"
-        elif not coding(spec, wanted):
-            reason = f"it cannot represent the levels of {spec.codebook}{spec.bits}"
         raise UserError(
-            f"--gguf-type {wanted} cannot hold {name}, which is {spec} ({reason}); use {', '.join(fits)}, or auto"
+            f"--gguf-type {wanted} cannot hold {name}, which is {spec} ({_misfit(spec, in_features, wanted)}); use "
+            f"{', '.join(fits)}, or auto"
         )
     return wanted
 
@@ -118,45 +170,136 @@ def row_bytes(kind: str, in_features: int) -> int:
     return in_features // TYPES[kind].weights * TYPES[kind].bytes
 
 
-def encode(kind: str, spec: QuantSpec, codes: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Encode uint8 codes [out, in] and scales [out, groups], exact in fp16, as bytes: uint8 [out, bytes of a row].
+class Held(NamedTuple):
+    """What a type holds of a weight [out, in]: codes uint8 [out, in]; scale and offset, if it has one, fp32
+    [out, groups] for groups of the type's own size."""
 
-    A scale is repeated in each block of its group.
-    """
-    how, (rows, columns), block = coding(spec, kind), codes.shape, TYPES[kind].weights
-    scale = np.repeat(scale.astype(np.float32), columns // block // scale.shape[1], axis=1)
-    heads = [scale * np.float32(how.factor)]
-    if how.offset is not None:
-        heads.append(scale * np.float32(how.offset))
-    q = (how.turn * codes.astype(np.int16) + how.shift).astype(np.int8).reshape(rows, -1, block)
-    heads = [head.astype("<f2")[..., None].view(np.uint8) for head in heads]
-    return np.concatenate([*heads, _packed(kind, q.view(np.uint8))], axis=2).reshape(rows, -1)
+    codes: np.ndarray
+    scale: np.ndarray
+    offset: np.ndarray | None
 
 
-def decode(kind: str, spec: QuantSpec, data: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """The inverse of `encode`, for bytes [out, bytes of a row]: codes uint8 [out, in], the scale of each block fp16
-    [out, blocks], and the offset of each block fp16, or None. Integers without a code give invalid codes."""
-    how, rows = coding(spec, kind), data.shape[0]
-    blocks = np.ascontiguousarray(data).reshape(rows, -1, TYPES[kind].bytes)
-    count = 1 if how.offset is None else 2
-    heads = np.ascontiguousarray(blocks[..., : 2 * count]).view("<f2")
-    q = _unpacked(kind, blocks[..., 2 * count :]).view(np.int8).astype(np.int16).reshape(rows, -1)
+def held(kind: str, spec: QuantSpec, parts: Parts) -> Held:
+    """What `kind` holds of a weight: its codes, scales and offsets as they are, except that Q4_1 rounds the offset of a
+    codebook that has none to fp16."""
+    there, columns = TYPES[kind], parts.codes.shape[1]
+    scale, offset = (_each(part, columns // (there.group or there.weights)) for part in (parts.scale, parts.offset))
+    how = None if there.bits else coding(spec, kind)
+    if how and how.lowest is not None and offset is None:
+        offset = (scale * np.float32(how.lowest)).astype(np.float16).astype(np.float32)
+    return Held(parts.codes, scale, offset)
+
+
+def _each(part: np.ndarray | None, groups: int) -> np.ndarray | None:
+    """One value for each of `groups` groups of a row, from fewer values [out, n]."""
+    return None if part is None else np.repeat(part, groups // part.shape[1], axis=1)
+
+
+def encode(kind: str, spec: QuantSpec, parts: Parts) -> np.ndarray:
+    """A weight as bytes: uint8 [out, bytes of a row]. A scale is repeated in each block and group that it is for."""
+    there, (rows, columns) = TYPES[kind], parts.codes.shape
+    blocks = rows * columns // there.weights
+    if there.bits:
+        return _super_blocks(kind, spec, parts).reshape(rows, -1)
+    how, part = coding(spec, kind), held(kind, spec, parts)
+    heads = [part.scale * np.float32(how.factor), *([] if part.offset is None else [part.offset])]
+    heads = [head.astype("<f2").reshape(blocks, 1).view(np.uint8) for head in heads]
+    q = (how.turn * parts.codes.astype(np.int16) + how.shift).astype(np.int8).view(np.uint8).reshape(blocks, -1)
+    body = _packed(kind, q)
+    return np.concatenate([body, *heads] if kind.startswith("TQ") else [*heads, body], axis=1).reshape(rows, -1)
+
+
+@np.errstate(invalid="ignore")
+def decode(kind: str, spec: QuantSpec, data: np.ndarray) -> Held:
+    """The inverse of `encode`, for bytes [out, bytes of a row]. Integers without a code give invalid codes."""
+    there, rows = TYPES[kind], len(data)
+    blocks = np.ascontiguousarray(data).reshape(-1, there.bytes)
+    if there.bits:
+        return Held(
+            *(None if part is None else part.reshape(rows, -1) for part in _from_super_blocks(kind, spec, blocks))
+        )
+    how, count = coding(spec, kind), 4 if kind == "Q4_1" else 2
+    head, body = (
+        (blocks[:, -count:], blocks[:, :-count]) if kind.startswith("TQ") else (blocks[:, :count], blocks[:, count:])
+    )
+    q = _unpacked(kind, body).view(np.int8).astype(np.int16)
     codes, odd = np.divmod(q - how.shift, how.turn)
-    codes = np.where(odd == 0, codes, 255).astype(np.uint8)  # 255 marks integers that are no level
-    scale = (heads[..., 0].astype(np.float32) / np.float32(how.factor)).astype(np.float16)
-    return codes, scale, heads[..., 1] if count == 2 else None
+    codes = np.where(odd == 0, codes, 255).astype(np.uint8).reshape(rows, -1)  # 255 marks integers that are no level
+    head = np.ascontiguousarray(head).view("<f2").astype(np.float32)
+    scale = (head[:, 0] / np.float32(how.factor)).reshape(rows, -1)
+    return Held(codes, scale, head[:, 1].reshape(rows, -1) if how.lowest is not None else None)
+
+
+PLANES = {"TQ2_0": (2, 32), "Q2_0": (2, 1), "Q4_0": (4, 16), "Q4_1": (4, 16), "Q8_0": (8, 1)}
 
 
 def _packed(kind: str, q: np.ndarray) -> np.ndarray:
-    """The bodies of blocks: uint8 [rows, blocks, weights] → [rows, blocks, bytes]."""
-    if kind == "Q2_0":
-        fours = q.reshape(*q.shape[:2], 16, 4)
-        return fours[..., 0] | fours[..., 1] << 2 | fours[..., 2] << 4 | fours[..., 3] << 6
-    return q if kind == "Q8_0" else q[..., :16] | q[..., 16:] << 4
+    """The bodies of flat blocks: uint8 [blocks, weights] → [blocks, bytes]."""
+    return pack_ternary(q) if kind == "TQ1_0" else planes(q, *PLANES[kind])
 
 
 def _unpacked(kind: str, body: np.ndarray) -> np.ndarray:
     """The inverse of `_packed`."""
-    if kind == "Q2_0":
-        return np.stack([body >> shift & 3 for shift in (0, 2, 4, 6)], axis=3).reshape(*body.shape[:2], 64)
-    return np.ascontiguousarray(body) if kind == "Q8_0" else np.concatenate([body & 15, body >> 4], axis=2)
+    return unpack_ternary(body) if kind == "TQ1_0" else unplanes(np.ascontiguousarray(body), *PLANES[kind])
+
+
+# -- k-quants --------------------------------------------------------------------------------------------------------
+def _super_blocks(kind: str, spec: QuantSpec, parts: Parts) -> np.ndarray:
+    """The blocks [blocks, bytes] of a k-quant."""
+    there, columns = TYPES[kind], parts.codes.shape[1]
+
+    def whole(part: np.ndarray, size: int) -> np.ndarray:
+        return _each(part, columns // size).reshape(-1, there.weights // size)
+
+    def factor(part: np.ndarray) -> np.ndarray:
+        return whole(part, there.weights).astype("<f2").view(np.uint8)
+
+    q = parts.codes.reshape(-1, there.weights) + np.uint8(_shift(kind, spec))
+    scale, d = whole(parts.scale_integers, there.group), factor(parts.scale_factor)
+    if kind == "Q3_K":
+        high = np.packbits((q >> 2).reshape(-1, 8, 32), axis=1, bitorder="little")[:, 0]
+        return np.concatenate([high, planes(q & 3, 2, 32), pack_sixteen((scale + 32).astype(np.uint8)), d], axis=1)
+    if kind == "Q6_K":
+        return np.concatenate(
+            [planes(q & 15, 4, 64), planes(q >> 4, 2, 32), scale.astype(np.int8).view(np.uint8), d], axis=1
+        )
+    scale, offset = scale.astype(np.uint8), (-whole(parts.offset_integers, there.group)).astype(np.uint8)
+    heads = [d, factor(parts.offset_factor)]
+    if kind == "Q2_K":
+        return np.concatenate([scale | offset << 4, planes(q, 2, 32), *heads], axis=1)
+    heads.append(pack_eight(scale, offset))
+    if kind == "Q5_K":
+        heads.append(np.packbits((q >> 4).reshape(-1, 8, 32), axis=1, bitorder="little")[:, 0])
+    return np.concatenate([*heads, planes(q & 15, 4, 32)], axis=1)
+
+
+def _from_super_blocks(kind: str, spec: QuantSpec, data: np.ndarray) -> tuple:
+    """Codes [blocks, 256], and scales and offsets [blocks, groups] in fp32, of the blocks of a k-quant."""
+
+    def number(start: int) -> np.ndarray:
+        start %= data.shape[1]
+        return np.ascontiguousarray(data[:, start : start + 2]).view("<f2").astype(np.float32)
+
+    def bits(part: np.ndarray) -> np.ndarray:
+        return np.unpackbits(part[:, None], axis=1, bitorder="little").reshape(len(part), -1)
+
+    d, offset = number(-2), None
+    if kind == "Q3_K":
+        q = unplanes(data[:, 32:96], 2, 32) | bits(data[:, :32]) << 2
+        scale = unpack_sixteen(data[:, 96:108]).astype(np.float32) - 32
+    elif kind == "Q6_K":
+        q = unplanes(data[:, :128], 4, 64) | unplanes(data[:, 128:192], 2, 32) << 4
+        scale = np.ascontiguousarray(data[:, 192:208]).view(np.int8)
+    elif kind == "Q2_K":
+        q, d, offset = unplanes(data[:, 16:80], 2, 32), number(-4), number(-2) * (data[:, :16] >> 4)
+        scale = data[:, :16] & 15
+    else:
+        d, (scale, integers) = number(0), unpack_eight(data[:, 4:16])
+        offset, q = number(2) * integers, unplanes(data[:, -128:], 4, 32)
+        q = q | bits(data[:, 16:48]) << 4 if kind == "Q5_K" else q
+    return q - np.uint8(_shift(kind, spec)), d * scale, None if offset is None else -offset
+
+
+def _shift(kind: str, spec: QuantSpec) -> int:
+    """What is added to a code: the integer of the level 0 is in the middle if there is no offset."""
+    return 0 if spec.offset else 2 ** (TYPES[kind].bits - 1) - 2 ** (spec.bits - 1)

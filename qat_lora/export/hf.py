@@ -30,12 +30,12 @@ def write_hf(source: Source, folder: Path, shown: Path, merged: bool) -> None:
         return
     back = write_model(student, tokenizer, folder, shown)
     if source.adapter:
-        _write_adapter(source, folder / ADAPTER_FOLDER, shown)
+        write_adapter(source, folder / ADAPTER_FOLDER, shown)
         adapted = load_adapter(back, folder / ADAPTER_FOLDER, source.checkpoint)
         check_logits(adapted, probe(back), source.adapted, shown / ADAPTER_FOLDER)
 
 
-def _write_adapter(source: Source, folder: Path, base: Path) -> None:
+def write_adapter(source: Source, folder: Path, base: Path) -> None:
     folder.mkdir()
     file = weight_file(source.adapter)
     (folder / file.name).write_bytes(file.read_bytes())

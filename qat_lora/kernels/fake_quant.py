@@ -20,31 +20,46 @@ class Grid(Protocol):
 
 
 class FakeQuant(torch.autograd.Function):
-    """Nearest level times scale, with the straight-through gradient of LSQ (arXiv 1902.08153).
+    """Nearest level times scale, plus an offset, with the straight-through gradient of LSQ and LSQ+ (arXiv 1902.08153,
+    2004.09576).
 
-    weight [O, G, g] latent; scale broadcastable to it. With x = w/s and q the level nearest to x:
-      output q·s in `dtype`;  ∂/∂w = 1 inside the range, 0 outside;  ∂/∂s = q − x inside, the edge level outside,
-    times gradient_scale. x is inside if rounding it needs no clipping (the edge levels' own cells count as inside).
-    Only weight and scale are saved for the backward pass; x and q are recomputed.
+    weight [O, G, g] latent; scale and offset, if any, broadcastable to it. With x = (w − m)/s and q the level nearest
+    to x:
+      output q·s + m in `dtype`;  ∂/∂w = 1 inside the range, 0 outside;  ∂/∂s = q − x inside, the edge level outside;
+      ∂/∂m = 0 inside, 1 outside;  the last two times gradient_scale.
+    x is inside if rounding it needs no clipping (the edge levels' own cells count as inside). Only weight, scale and
+    offset are saved for the backward pass; x and q are recomputed.
     """
 
     @staticmethod
-    def forward(ctx, weight: Tensor, scale: Tensor, grid: Grid, gradient_scale: float, dtype: torch.dtype):
-        ctx.save_for_backward(weight, scale)
+    def forward(
+        ctx, weight: Tensor, scale: Tensor, grid: Grid, gradient_scale: float, dtype: torch.dtype,
+        offset: Tensor | None = None,
+    ):  # fmt: skip
+        ctx.save_for_backward(weight, scale, offset)
         ctx.grid, ctx.gradient_scale = grid, gradient_scale
-        if native.suits(weight, weight, scale) and dtype in native.TYPES:
-            return _quantised_in_c(weight, scale, grid, dtype)
-        return _quantised(weight, scale, grid, dtype)
+        if offset is None:
+            return quantised(weight, scale, grid, dtype)
+        return quantised(weight - offset, scale, grid, weight.dtype).add_(offset).to(dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        weight, scale = ctx.saved_tensors
-        grid = ctx.grid
+        weight, scale, offset = ctx.saved_tensors
+        weight = weight if offset is None else weight - offset
         if native.suits(weight, weight, scale) and grad.dtype in native.TYPES:
-            of_weight, of_scale = _gradients_in_c(weight, scale, grad, grid)
+            of_weight, of_scale = _gradients_in_c(weight, scale, grad, ctx.grid)
         else:
-            of_weight, of_scale = _gradients(weight, scale, grad, grid)
-        return of_weight, of_scale.sum_to_size(scale.shape) * ctx.gradient_scale, None, None, None
+            of_weight, of_scale = _gradients(weight, scale, grad, ctx.grid)
+        of_scale = of_scale.sum_to_size(scale.shape) * ctx.gradient_scale
+        of_offset = None if offset is None else (grad - of_weight).sum_to_size(offset.shape) * ctx.gradient_scale
+        return of_weight, of_scale, None, None, None, of_offset
+
+
+def quantised(weight: Tensor, scale: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
+    """Nearest level times scale in `dtype`; shapes as in FakeQuant."""
+    if native.suits(weight, weight, scale) and dtype in native.TYPES:
+        return _quantised_in_c(weight, scale, grid, dtype)
+    return _quantised(weight, scale, grid, dtype)
 
 
 @native.fused
@@ -106,8 +121,10 @@ def rounded_scale(scale: Tensor, least: float) -> Tensor:
     return torch.where(kept.abs() < number_like(1024 * least, kept), multiple, kept.half().to(kept.dtype))
 
 
-def not_zero(scale: Tensor, least: float) -> Tensor:
+def not_zero(scale: Tensor, least: float | Tensor) -> Tensor:
     """The scale with magnitudes clamped to at least `least`, so that w/s is finite; signs are kept."""
+    if isinstance(least, Tensor):
+        return torch.where(scale < 0, torch.minimum(scale, -least), torch.maximum(scale, least))
     below, above = number_like(-least, scale), number_like(least, scale)
     return torch.where(scale < 0, scale.clamp(max=below), scale.clamp(min=above))
 

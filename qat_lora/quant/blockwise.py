@@ -165,8 +165,9 @@ def compensate_block(block: nn.Module, inputs: list[Tensor], calls: list[Call], 
         for layer in layers:
             set_scale(layer, moment=moment.diagonal())
             quantizer, weight = layer.quantizer, layer.weight.detach().cpu()
-            scale = quantizer.scale_matrix().expand_as(quantizer.grouped(layer.weight)).reshape(weight.shape).cpu()
-            layer.weight.copy_(compensated(weight, scale, moment, quantizer.spec))
+            scale, offset = quantizer.expanded(quantizer.scale_matrix()).cpu(), quantizer.offset_matrix()
+            offset = torch.zeros(()) if offset is None else quantizer.expanded(offset).cpu()
+            layer.weight.copy_(compensated(weight - offset, scale, moment, quantizer.spec) + offset)
             backend.broadcast([p.data for p in layer.parameters()])  # machines may round differently
 
 

@@ -9,7 +9,7 @@ from qat_lora.backend.devices import without_autocast
 from qat_lora.errors import UserError
 from qat_lora.kernels.fake_quant import nearest_level
 from qat_lora.quant.linear import quantized_layers, rows_of
-from qat_lora.quant.spec import LOWRANK_INIT_GROUP, QuantSpec
+from qat_lora.quant.spec import LOWRANK_INIT_GROUP, Levels, QuantSpec
 
 SEARCH = torch.linspace(0.35, 1.05, 29)  # fractions of the absolute-maximum scale tried by the least-error search
 SEARCHED = 2**18  # weights per chunk of the search
@@ -40,30 +40,101 @@ def set_scale(layer: nn.Module, search: bool = True, moment: Tensor | None = Non
         parts = zip(weight, *(p.view(shape) for p, shape in zip(parameters, shapes)))
     for part, *values in parts:  # one expert at a time: the search takes many times an expert's memory
         matrix = part.float().cpu()
-        size = {"group": spec.size, "lowrank": LOWRANK_INIT_GROUP, "tensor": matrix.numel()}[spec.scale]
+        width = matrix.shape[1]
+        size = {"group": spec.size, "rows": spec.size * width, "lowrank": LOWRANK_INIT_GROUP, "tensor": matrix.numel()}[
+            spec.scale
+        ]
         importance = (matrix.new_ones(()) if moment is None else moment.float().cpu()).expand_as(matrix)
         # a few rows at a time: the search holds several copies of its input
-        rows = len(matrix) if spec.scale == "tensor" else -(-SEARCHED // matrix.shape[1])
-        scale = torch.cat(
-            [
-                least_error_scale(some.reshape(-1, size), counts.reshape(-1, size), spec, search)
-                for some, counts in zip(matrix.split(rows), importance.split(rows))
-            ]
-        )
-        found = _factors(scale, matrix.shape, spec.size) if spec.scale == "lowrank" else [scale.view(values[0].shape)]
-        for value, start in zip(values, found):
-            value.copy_(start)
+        rows = max(1, SEARCHED // max(width, size)) * max(1, size // width)
+        found = [
+            least_error(some.reshape(-1, size), counts.reshape(-1, size), spec, search)
+            for some, counts in zip(matrix.split(rows), importance.split(rows))
+        ]
+        scale, offset = (None if many[0] is None else torch.cat(many) for many in zip(*found))
+        if spec.scale == "lowrank":
+            starts = _factors(scale, matrix.shape, spec.size)
+        elif spec.narrow:
+            starts = _narrow(spec, width, scale, offset)
+        else:
+            starts = [scale, offset][: 1 + spec.offset]
+        for value, start in zip(values, starts):
+            value.copy_(start.view(value.shape))
 
 
-def least_error_scale(groups: Tensor, importance: Tensor, spec: QuantSpec, search: bool = True) -> Tensor:
-    """Scale [G, 1] that minimises Σ importance·(w − level·scale)² for each row of groups [G, g].
+def _narrow(spec: QuantSpec, width: int, scale: Tensor, offset: Tensor | None) -> list[Tensor]:
+    """Scales and offsets [rows · groups, 1] with the reach of their blocks: the masters of narrow ones."""
+    per = (spec.block or width) // spec.size
+    parts = [scale, offset][: 1 + spec.offset]
+    grids = [spec.scale_levels, spec.offset_levels][: 1 + spec.offset]
+    reach = []
+    for values, levels in zip(parts, grids):
+        groups = values.view(-1, per)
+        factor, _ = least_error(groups, torch.ones_like(groups), levels)
+        reach.append(factor * levels.largest)
+    return [*parts, *reach]
 
-    search=False gives the absolute-maximum scale. The `int` codebook is asymmetric, so both signs are tried.
-    """
+
+def least_error(
+    groups: Tensor, importance: Tensor, grid: QuantSpec | Levels, search: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """Scale [G, 1], and offset [G, 1] if the quantiser has one, that minimise Σ importance·(w − level·scale − offset)²
+    for each row of groups [G, g]. search=False gives the largest magnitude, or the whole range."""
+    if getattr(grid, "offset", False):
+        return least_error_range(groups, importance, grid, search)
+    return least_error_scale(groups, importance, grid, search), None
+
+
+def least_error_range(groups: Tensor, importance: Tensor, spec: QuantSpec, search: bool) -> tuple[Tensor, Tensor]:
+    """The scale, above 0, and the offset of `least_error`; the offset of a narrow quantiser is not above 0."""
+    most = 0.0 if spec.narrow else torch.inf
+    low = groups.amin(1, keepdim=True).clamp(max=most)
+    high = torch.maximum(groups.amax(1, keepdim=True), low + 1e-8)
+    best = (high - low) / spec.largest, low
+    if not search:
+        return best
+    best_error = _error(groups - best[1], importance, best[0], spec)
+
+    def tried(scale: Tensor, offset: Tensor) -> None:
+        nonlocal best, best_error
+        error = _error(groups - offset, importance, scale, spec)
+        wins = error < best_error
+        best = torch.where(wins, scale, best[0]), torch.where(wins, offset, best[1])
+        best_error = torch.where(wins, error, best_error)
+
+    for factor in SEARCH[::4].tolist():
+        for anchor in (0.0, 0.5, 1.0):  # what stays where it is: the lower end, the middle, the upper end
+            offset = low + (high - low) * ((1 - factor) * anchor)
+            tried((high - low) * (factor / spec.largest), offset.clamp(max=most))
+    for _ in range(2 * REFINE):
+        tried(*_line(groups, importance, *best, spec, most))
+    return best
+
+
+def _line(groups, importance, scale, offset, spec: QuantSpec, most: float) -> tuple[Tensor, Tensor]:
+    """The line w = scale·level + offset through the weights and their levels, with an offset of at most `most`."""
+
+    def mean(values: Tensor) -> Tensor:
+        return (importance * values).sum(1, keepdim=True) / total
+
+    total = importance.sum(1, keepdim=True).clamp(min=1e-20)
+    level = nearest_level((groups - offset) / scale, spec)
+    middle, center = mean(level), mean(groups)
+    slope = mean((level - middle) * (groups - center)) / mean((level - middle).square()).clamp(min=1e-20)
+    found = (center - slope * middle).clamp(max=most)
+    through = mean(level * (groups - found)) / mean(level.square()).clamp(min=1e-20)  # the slope, if it was clamped
+    usable = through > 1e-12
+    return torch.where(usable, through, scale), torch.where(usable, found, offset)
+
+
+def least_error_scale(groups: Tensor, importance: Tensor, spec: QuantSpec | Levels, search: bool = True) -> Tensor:
+    """The scale of `least_error` without an offset. Both signs are tried if the levels are not symmetric."""
     start = groups.abs().amax(1, keepdim=True).clamp(min=1e-8) / spec.largest
     if not search:
         return start
-    signs = (1.0, -1.0) if spec.codebook == "int" else (1.0,)
+    highest = spec.lowest + spec.step * (spec.levels - 1)
+    mirrored = spec.lowest < 0 < highest and abs(spec.lowest + highest) > spec.step / 4
+    signs = (1.0, -1.0) if mirrored else (1.0,)
     best, best_error = start, _error(groups, importance, start, spec)
     for factor in [f * sign for sign in signs for f in SEARCH.tolist()]:
         best, best_error = _better(groups, importance, start * factor, spec, best, best_error)

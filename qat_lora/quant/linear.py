@@ -6,7 +6,9 @@ parameter.
 
 import functools
 import math
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,20 +16,35 @@ from torch import Tensor, nn
 from qat_lora.backend import compute_dtype
 from qat_lora.backend.devices import without_autocast
 from qat_lora.kernels.fake_quant import FakeQuant, Stored, levels_of, nearest_code, not_zero, stored_scale
-from qat_lora.quant.spec import QuantSpec
+from qat_lora.quant.spec import Levels, QuantSpec
 
 # The smallest scale; scales below 2⁻¹³ are multiples of it. Half of any scale is then still an exact fp16 number, which
 # GGUF's Q4_0 needs for half-integer levels.
 SMALLEST_SCALE = 2.0**-23
 
 
-class Quantizer(nn.Module):
-    """The learned scale of a weight [out, in] or of stacked expert weights [experts, out, in] and, once frozen, the
-    codes.
+class Parts(NamedTuple):
+    """A frozen weight [out, in] as a file stores it: codes uint8 [out, in]; scale and offset fp32 [out, groups], which
+    are integers int16 [out, groups] times factors fp32 [out, blocks] if they are narrow."""
 
-    group:   scale [out, in/g, 1]        tensor: scale [1, 1, 1]
+    codes: np.ndarray
+    scale: np.ndarray
+    offset: np.ndarray | None = None
+    scale_integers: np.ndarray | None = None
+    scale_factor: np.ndarray | None = None
+    offset_integers: np.ndarray | None = None
+    offset_factor: np.ndarray | None = None
+
+
+class Quantizer(nn.Module):
+    """The learned scale and offset of a weight [out, in] or of stacked expert weights [experts, out, in] and, once
+    frozen, the codes.
+
+    group:   scale [out, in/g, 1]        rows: scale [out/n, 1, 1]        tensor: scale [1, 1, 1]
     lowrank: A [out, r], g [r], B [r, in]; S = (A·diag(g))·B with the columns of A and the rows of B at unit norm, so
              that g alone carries the magnitude
+    offset:  of the scale's shape, with an offset
+    reach, offset_reach: [out, blocks, 1], with narrow scales and offsets: the largest that a block can hold
     codes:   uint8, of the weight's shape, present only when frozen
     enabled: False uses the latent weight itself (the full-precision layer)
 
@@ -47,12 +64,18 @@ class Quantizer(nn.Module):
             self.g = nn.Parameter(torch.empty(*experts, spec.size))
             self.b = nn.Parameter(torch.empty(*experts, spec.size, in_features))
         else:
-            rows, groups = (1, 1) if spec.scale == "tensor" else (out_features, in_features // spec.size)
-            self.scale = nn.Parameter(torch.empty(math.prod(experts) * rows, groups, 1))
+            rows, groups = spec.scale_shape(out_features, in_features)
+            blocks = in_features // (spec.block or in_features)
+            for name in ("scale", "offset")[: 1 + spec.offset]:
+                self.register_parameter(name, _parameter(math.prod(experts) * rows, groups, 1))
+            for name in ("reach", "offset_reach")[: 1 + spec.offset if spec.narrow else 0]:
+                self.register_parameter(name, _parameter(math.prod(experts) * rows, blocks, 1))
         self.register_buffer("codes", None)
 
     def scale_matrix(self) -> Tensor:
         """The scale, broadcastable to `grouped(weight)`."""
+        if self.spec.narrow:
+            return _narrowed(self.scale, self.reach, self.spec.scale_levels)
         if self.spec.scale != "lowrank":
             scale = Stored.apply(self.scale, SMALLEST_SCALE)
             return (
@@ -64,40 +87,122 @@ class Quantizer(nn.Module):
         product = ((a * g.unsqueeze(-2)) @ b).view(-1, 1, self.shape[-1])
         return not_zero(product, torch.finfo(a.dtype).tiny ** 0.5)
 
+    def offset_matrix(self) -> Tensor | None:
+        """The offset, broadcastable to `grouped(weight)`; None without one."""
+        if not self.spec.offset:
+            return None
+        if self.spec.narrow:
+            return _narrowed(self.offset, self.offset_reach, self.spec.offset_levels)
+        return Stored.apply(self.offset)
+
+    def _narrow_parts(self) -> list[tuple[nn.Parameter, nn.Parameter, Levels]]:
+        """Narrow values, their reach and their levels."""
+        parts = [(self.scale, self.reach, self.spec.scale_levels)]
+        return [*parts, (self.offset, self.offset_reach, self.spec.offset_levels)] if self.spec.offset else parts
+
+    @torch.no_grad()
     def stored(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Each parameter of the scale with its fp16 values as stored in a file."""
-        if self.spec.scale != "lowrank":
-            return [(self.scale, stored_scale(self.scale.detach(), SMALLEST_SCALE))]
-        return [(p, stored_scale(p.detach())) for p in (self.a, self.g, self.b)]
+        """Each parameter with its values as stored in a file: fp16; for narrow scales and offsets, their integers as
+        int16 and the factor in place of the reach."""
+        if self.spec.scale == "lowrank":
+            return [(p, stored_scale(p.detach())) for p in (self.a, self.g, self.b)]
+        if not self.spec.narrow:
+            plain = [(self.scale, stored_scale(self.scale.detach(), SMALLEST_SCALE))]
+            return [*plain, (self.offset, stored_scale(self.offset.detach()))] if self.spec.offset else plain
+        found = []
+        for values, reach, levels in self._narrow_parts():
+            factor = _factor(reach, levels)
+            integers = (_narrowed(values, reach, levels) / _for_each(factor, values)).round()
+            found += [(values, integers.to(torch.int16)), (reach, factor.half())]
+        return found
+
+    @torch.no_grad()
+    def from_stored(self) -> None:
+        """Turn parameters that hold what `stored` gives into masters."""
+        for values, reach, levels in self._narrow_parts() if self.spec.narrow else ():
+            values.mul_(_for_each(reach, values))
+            reach.mul_(levels.largest)
 
     def grouped(self, weight: Tensor) -> Tensor:
         """weight [..., out, in] as [rows, groups, group], to which the scale broadcasts; rows are ordered by expert."""
         in_features = self.shape[-1]
+        if self.spec.scale == "rows":
+            return weight.reshape(-1, 1, self.spec.size * in_features)
         group = self.spec.size if self.spec.scale == "group" else in_features
         return weight.reshape(-1, in_features // group, group)
 
     def forward(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """W_eff [..., out, in] in `dtype`, differentiable in latent weight and scale."""
-        shared = math.prod(self.shape) // self.scale_values if self.spec.scale != "lowrank" else 1
+        shared = math.prod(self.shape) // self.scale.numel() if self.spec.scale != "lowrank" else 1
         gradient_scale = 1 / math.sqrt(shared * self.spec.largest)
         with without_autocast(weight):  # the product A·B of a low-rank scale stays fp32
-            scale = self.scale_matrix()
-        return FakeQuant.apply(self.grouped(weight), scale, self.spec, gradient_scale, dtype).view(self.shape)
+            scale, offset = self.scale_matrix(), self.offset_matrix()
+        return FakeQuant.apply(self.grouped(weight), scale, self.spec, gradient_scale, dtype, offset).view(self.shape)
 
     @property
-    def scale_values(self) -> int:
-        """The number of values stored for the scale."""
-        return math.prod(self.shape[:-2]) * self.spec.scale_values(*self.shape[-2:])
+    def bits(self) -> int:
+        """The bits that codes, scales and offsets are stored in."""
+        *experts, out_features, in_features = self.shape
+        scales = math.prod(experts) * self.spec.scale_bits(out_features, in_features)
+        return self.spec.code_bits(math.prod(self.shape)) + scales
+
+    @torch.no_grad()
+    def parts(self) -> Parts:
+        """What a file stores of the frozen weight [out, in]; not for low-rank scales and experts."""
+        matrices = {"scale": self.scale_matrix(), "offset": self.offset_matrix()}
+        if self.spec.narrow:
+            names = {id(p): name for name, p in self.named_parameters()}
+            stored = {names[id(p)]: value for p, value in self.stored()}
+            matrices |= {f"{name}_integers": stored[name] for name in ("scale", "offset") if name in stored}
+            factors = {"reach": "scale_factor", "offset_reach": "offset_factor"}
+            matrices |= {factors[name]: value.float() for name, value in stored.items() if name in factors}
+        rows = self.shape[0]
+        found = {
+            name: value.squeeze(2).repeat_interleave(rows // len(value), 0).numpy()
+            for name, value in matrices.items() if value is not None
+        }  # fmt: skip
+        return Parts(self.codes.numpy(), **found)
+
+    def expanded(self, values: Tensor) -> Tensor:
+        """A scale or offset for each weight, in the weight's shape."""
+        return values.expand(self.grouped(torch.empty(self.shape, device="meta")).shape).reshape(self.shape)
 
     @torch.no_grad()
     def encode(self, weight: Tensor) -> Tensor:
         """uint8 codes [..., out, in] of a latent weight."""
-        return nearest_code(self.grouped(weight) / self.scale_matrix(), self.spec).to(torch.uint8).view(self.shape)
+        offset, weight = self.offset_matrix(), self.grouped(weight)
+        weight = weight if offset is None else weight - offset
+        return nearest_code(weight / self.scale_matrix(), self.spec).to(torch.uint8).view(self.shape)
 
     @torch.no_grad()
     def decode(self, codes: Tensor) -> Tensor:
         """W_eff [..., out, in] of codes in fp32, bit-identical to forward's."""
-        return levels_of(self.grouped(codes), self.spec).mul_(self.scale_matrix()).view(self.shape)
+        offset, value = self.offset_matrix(), levels_of(self.grouped(codes), self.spec).mul_(self.scale_matrix())
+        return (value if offset is None else value.add_(offset)).view(self.shape)
+
+
+def _parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape))
+
+
+def _factor(reach: Tensor, levels: Levels) -> Tensor:
+    """What narrow integers are multiplied by: [R, blocks, 1]."""
+    return Stored.apply(reach / levels.largest, SMALLEST_SCALE)
+
+
+def _for_each(factor: Tensor, values: Tensor) -> Tensor:
+    """The factor of each of the values [R, G, 1]."""
+    return factor.repeat_interleave(values.shape[1] // factor.shape[1], 1)
+
+
+def _narrowed(values: Tensor, reach: Tensor, levels: Levels) -> Tensor:
+    """Scales or offsets [R, G, 1] as integers times the factor of their block."""
+    factor, (rows, blocks, _) = _factor(reach, levels), reach.shape
+    gradient_scale = 1 / math.sqrt(values.shape[1] // blocks * levels.largest)
+    kept = FakeQuant.apply(values.view(rows, blocks, -1), factor, levels, gradient_scale, values.dtype).view_as(values)
+    if not levels.lowest < 0 < levels.lowest + levels.levels - 1:
+        return kept
+    return not_zero(kept, _for_each(factor.detach().abs(), values))  # a scale is never 0
 
 
 class QuantLinear(nn.Linear):

@@ -35,6 +35,7 @@ from qat_lora.run.files import write_atomically
 
 FORMAT = "qat_lora.student.2"
 UNPACKED = 2**20  # codes packed or unpacked at a time, with one byte per bit; a multiple of 8
+POWERS = 3 ** np.arange(5, dtype=np.uint8)  # of ternary digits in a byte
 PARTS = {"model", "fingerprint", "spec", "info", "tensors"}
 
 
@@ -149,9 +150,7 @@ def megabytes(model: nn.Module, adapter_values: int = 0) -> float:
 def _quantised_bits(layers: dict) -> tuple[int, int]:
     """The number of quantised weights, and the number of bits of their codes and scales."""
     quantizers = [layer.quantizer for layer in layers.values()]
-    weights = [math.prod(quantizer.shape) for quantizer in quantizers]
-    bits = sum(n * quantizer.spec.bits + 16 * quantizer.scale_values for n, quantizer in zip(weights, quantizers))
-    return sum(weights), bits
+    return sum(math.prod(q.shape) for q in quantizers), sum(quantizer.bits for quantizer in quantizers)
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
@@ -173,6 +172,18 @@ def unpack_codes(packed: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
         planes = np.unpackbits(held[start * bits // 8 :], bitorder="little", count=count * bits).reshape(count, bits)
         codes[start : start + count] = np.packbits(planes, axis=1, bitorder="little")[:, 0]
     return torch.from_numpy(codes.reshape(shape))
+
+
+def pack_ternary(codes: Tensor) -> Tensor:
+    """uint8 codes 0 to 2 of any shape → a flat uint8 tensor of ⌈n/5⌉ bytes: five digits of base 3, the lowest first."""
+    flat = codes.numpy().reshape(-1)
+    return torch.from_numpy((np.pad(flat, (0, -len(flat) % 5)).reshape(-1, 5) * POWERS).sum(1, dtype=np.uint8))
+
+
+def unpack_ternary(packed: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The inverse of `pack_ternary`: uint8 codes of `shape`."""
+    digits = packed.numpy()[:, None] // POWERS % 3
+    return torch.from_numpy(digits.reshape(-1)[: math.prod(shape)].reshape(shape))
 
 
 def save_student(path: str | Path, model: nn.Module, model_name: str, spec: StudentSpec, info: dict) -> None:
@@ -199,7 +210,10 @@ def student_content(model: nn.Module, model_name: str, spec: StudentSpec, info: 
     for name, layer in layers.items():
         codes = layer.quantizer.codes
         codes = layer.quantizer.encode(rows_of(layer)) if codes is None else codes
-        tensors[f"{name}.codes"] = pack_codes(codes.cpu(), layer.quantizer.spec.bits)
+        kind = layer.quantizer.spec
+        tensors[f"{name}.codes"] = (
+            pack_ternary(codes.cpu()) if kind.codebook == "ternary" else pack_codes(codes.cpu(), kind.bits)
+        )
     return {
         "format": FORMAT,
         "model": absolute_name(model_name),
@@ -282,7 +296,7 @@ def _check_shapes(student: nn.Module, content: dict, path: str | Path) -> dict[s
     wanted = {n: p for n, p in student.named_parameters() if id(p) not in latent}
     shapes = {name: tuple(p.shape) for name, p in wanted.items()}
     for name, layer in layers.items():
-        shapes[f"{name}.codes"] = (-(-layer.weight.numel() * layer.quantizer.spec.bits // 8),)
+        shapes[f"{name}.codes"] = (-(-layer.quantizer.spec.code_bits(layer.weight.numel()) // 8),)
     for name in sorted(shapes.keys() | tensors.keys()):
         there = tuple(tensors[name].shape) if name in tensors else None
         if shapes.get(name) != there:
@@ -298,7 +312,9 @@ def _fill(student: nn.Module, content: dict, path: str | Path) -> None:
     for name, parameter in _check_shapes(student, content, path).items():
         parameter.detach().copy_(tensors[name])
     for name, layer in layers.items():
-        codes = unpack_codes(tensors[f"{name}.codes"], layer.quantizer.spec.bits, layer.quantizer.shape)
+        layer.quantizer.from_stored()
+        kind, packed, shape = layer.quantizer.spec, tensors[f"{name}.codes"], layer.quantizer.shape
+        codes = unpack_ternary(packed, shape) if kind.codebook == "ternary" else unpack_codes(packed, kind.bits, shape)
         layer.quantizer.codes = codes.to(layer.weight.device)
     freeze(student)
     student.requires_grad_(False)

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFReader
+from gguf_rows import from_gguf_rows
 from peft import LoraConfig, PeftModel, get_peft_model
 from students import student_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from qat_lora.errors import UserError
 from qat_lora.export.gguf import ADAPTER_FILE, MODEL_FILE, check_gguf, export_formats, plan_gguf, summary, write_gguf
-from qat_lora.export.gguf_file import from_gguf_rows
 from qat_lora.export.hf import hf_bytes, write_hf
 from qat_lora.export.source import load_source
 from qat_lora.lora.adapter import load_adapter, write_origin

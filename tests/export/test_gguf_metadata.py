@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import transformers as tf
 from gguf import GGUFReader
+from gguf_rows import from_gguf_rows
 from packaged import finish
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from qat_lora.errors import UserError
 from qat_lora.export import gguf_file as gguf
-from qat_lora.export.gguf_file import check_architecture, from_gguf_rows, metadata, model_writer, to_gguf_rows
+from qat_lora.export.gguf_file import check_architecture, metadata, model_writer, to_gguf_rows
 from qat_lora.models.gguf_settings import frequency_factors, unwritten
 
 FILE = "model.gguf"

@@ -10,13 +10,14 @@ import packaged
 import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
+from gguf_rows import from_gguf_rows
 from packaged import finish, gguf_bytes
 from sizes import TINY
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from qat_lora.errors import UserError
 from qat_lora.export.gguf import plan_gguf, write_gguf
-from qat_lora.export.gguf_file import SPLITS, from_gguf_rows
+from qat_lora.export.gguf_file import SPLITS
 from qat_lora.export.source import load_source
 from qat_lora.models.gguf_settings import add_implied_settings
 from qat_lora.models.loading import empty_model, load_config, load_model, load_tokenizer, model_fingerprint

@@ -60,7 +60,7 @@ def test_each_expert_is_quantised_independently(spec):
     for expert in range(3):
         own, alone, quantizer = initialised(weight[expert])
         assert torch.equal(found[expert], own) and torch.equal(latent.grad[expert], alone.grad)
-    assert together.scale_values == 3 * quantizer.scale_values
+    assert together.bits == 3 * quantizer.bits
     assert torch.equal(together.decode(together.encode(latent)), found.detach())
 
 

@@ -1,0 +1,67 @@
+"""compressed-tensors' pack-quantized folders, for vLLM, SGLang and transformers.
+
+A layer is weight_packed int32 [out, in·bits/32], weight_scale [out, groups] and weight_shape; a weight is scale times
+an integer with a sign, stored plus 2^(bits−1). Half-integer levels are odd integers of one bit more, times half the
+scale.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qat_lora.export.packed import Layout, from_words, words
+from qat_lora.export.source import Source
+from qat_lora.quant.linear import Parts
+from qat_lora.quant.spec import QuantSpec
+
+
+def _coding(spec: QuantSpec) -> tuple[int, int]:
+    """(turn, bits): the integer is turn·(code − middle)."""
+    return (2, spec.bits + 1) if spec.codebook == "balanced" else (1, spec.bits)
+
+
+def _misfit(spec: QuantSpec, shape: tuple[int, int]) -> str | None:
+    if spec.codebook == "uniform" or spec.scale not in ("group", "tensor"):
+        return "it has integer levels with one scale a group or row"
+    if spec.offset:
+        return "its offsets are whole levels, not trained values"
+    if _coding(spec)[1] > 8:
+        return "its integers have at most 8 bits"
+    return f"{shape[1]} inputs are not divisible by 32" if shape[1] % 32 else None
+
+
+def _tensors(parts: Parts, spec: QuantSpec) -> dict[str, Tensor]:
+    turn, bits = _coding(spec)
+    integers = turn * parts.codes.astype(np.int16) + round(turn * spec.lowest) + 2 ** (bits - 1)
+    scale = parts.scale / np.float32(turn)
+    kind = np.float32 if spec.narrow else np.float16  # a product of two numbers needs more than fp16 has
+    return {
+        "weight_packed": words(integers.astype(np.uint8), bits),
+        "weight_scale": torch.from_numpy(scale.astype(kind)),
+        "weight_shape": torch.tensor(parts.codes.shape),
+    }
+
+
+def _parts(tensors: dict[str, Tensor], spec: QuantSpec) -> Parts:
+    turn, bits = _coding(spec)
+    signed = from_words(tensors["weight_packed"], bits).astype(np.int16) - 2 ** (bits - 1)
+    codes = (signed - round(turn * spec.lowest)) // turn
+    return Parts(codes.astype(np.uint8), tensors["weight_scale"].float().numpy() * np.float32(turn))
+
+
+def _config(kinds: dict[str, QuantSpec], source: Source) -> dict:
+    groups = {}
+    for number, spec in enumerate(dict.fromkeys(kinds.values())):
+        size = spec.size if spec.scale == "group" else None
+        weights = {
+            "num_bits": _coding(spec)[1], "type": "int", "symmetric": True, "dynamic": False, "actorder": None,
+            "strategy": "group" if size else "channel", "group_size": size,
+        }  # fmt: skip
+        targets = [name for name, kind in kinds.items() if kind == spec]
+        groups[f"group_{number}"] = {"targets": targets, "weights": weights}
+    linear = [n for n, m in source.student.named_modules() if isinstance(m, torch.nn.Linear) and n not in kinds]
+    own = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed"}
+    return {"quantization_config": own | {"config_groups": groups, "ignore": linear}}
+
+
+LAYOUT = Layout("compressed-tensors", _misfit, _tensors, _parts, _config)

@@ -1,0 +1,83 @@
+"""GPTQ folders (version 1), for vLLM, SGLang and GPTQModel, and the same bytes with AutoRound's config.
+
+A layer is qweight int32 [in·bits/32, out], scales fp16 [groups, out], qzeros int32 [groups, out·bits/32] and g_idx
+[in]; a weight is scale·(q − zero), with zero − 1 in qzeros.
+"""
+
+import functools
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qat_lora.errors import UserError
+from qat_lora.export.packed import Layout, from_words, words
+from qat_lora.export.source import Source
+from qat_lora.models.architecture import decoder_layers
+from qat_lora.quant.linear import Parts
+from qat_lora.quant.spec import QuantSpec
+from qat_lora.quant.student import StudentSpec
+
+
+def _zero(spec: QuantSpec) -> int:
+    """The code of the level 0."""
+    return round(-spec.lowest)
+
+
+def _misfit(spec: QuantSpec, shape: tuple[int, int]) -> str | None:
+    if spec.codebook not in ("int", "ternary") or spec.offset or spec.scale != "group":
+        return "it has integer levels with one scale a group"
+    if spec.narrow:
+        return "its scales are fp16"
+    if spec.bits not in (2, 3, 4, 8):
+        return "it has 2, 3, 4 or 8 bits"
+    return f"{shape} is not divisible by 32" if shape[0] % 32 or shape[1] % 32 else None
+
+
+def _tensors(parts: Parts, spec: QuantSpec) -> dict[str, Tensor]:
+    (out, columns), groups = parts.codes.shape, parts.scale.shape[1]
+    zeros = np.full((groups, out), _zero(spec) - 1, np.uint8)
+    return {
+        "qweight": words(parts.codes, spec.bits).T.contiguous(),
+        "qzeros": words(zeros, spec.bits),
+        "scales": torch.from_numpy(np.ascontiguousarray(parts.scale.astype(np.float16).T)),
+        "g_idx": torch.arange(columns, dtype=torch.int32) // (columns // groups),
+    }
+
+
+def _parts(tensors: dict[str, Tensor], spec: QuantSpec) -> Parts:
+    zeros = from_words(tensors["qzeros"], spec.bits).astype(np.int16) + 1
+    shifted = from_words(tensors["qweight"].T, spec.bits) - zeros.T[:, tensors["g_idx"].long().numpy()] + _zero(spec)
+    return Parts(shifted.astype(np.uint8), np.ascontiguousarray(tensors["scales"].float().numpy().T))
+
+
+def _config(kinds: dict[str, QuantSpec], source: Source, name: str) -> dict:
+    specs = list(dict.fromkeys(kinds.values()))
+    blocks = {f"{n}.{m}" for n, m in _linears(source)}
+    if len(specs) > 1 or kinds.keys() != blocks:
+        raise UserError(
+            f"--format {name} has one quantiser for all linear layers of the blocks; this student has "
+            f"{StudentSpec(**source.made['spec'])}; use --format compressed-tensors or mlx"
+        )
+    shared = {"bits": specs[0].bits, "group_size": specs[0].size, "sym": True}
+    if name == "gptq":
+        own = {"quant_method": "gptq", "checkpoint_format": "gptq", "desc_act": False, "lm_head": False}
+    else:
+        own = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "data_type": "int"}
+    return {"quantization_config": shared | own}
+
+
+def _linears(source: Source) -> list[tuple[str, str]]:
+    """(block, layer in it) of every linear layer of the blocks."""
+    names = {id(module): name for name, module in source.student.named_modules()}
+    return [
+        (names[id(block)], name)
+        for block in decoder_layers(source.student)
+        for name, module in block.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    ]
+
+
+GPTQ, AUTOROUND = (
+    Layout(name, _misfit, _tensors, _parts, functools.partial(_config, name=name)) for name in ("gptq", "autoround")
+)

@@ -1,0 +1,88 @@
+"""MLX folders, for mlx-lm on Macs.
+
+A layer is weight uint32 [out, in·bits/32], scales and biases [out, groups]; a weight is scale·q + bias with q from 0.
+So a trained offset costs nothing here. The adapter is in mlx-lm's own form.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from qat_lora.errors import UserError
+from qat_lora.export.packed import Layout, each, from_words, words
+from qat_lora.export.source import Source
+from qat_lora.models.architecture import decoder_layers
+from qat_lora.quant.linear import Parts
+from qat_lora.quant.spec import QuantSpec
+from qat_lora.run.files import write_json
+
+GROUPS = (128, 64, 32)
+
+
+def _group(spec: QuantSpec, columns: int) -> int:
+    """The largest group of MLX's that divides the quantiser's; 0 if none does."""
+    size = spec.size if spec.scale == "group" else columns
+    return next((group for group in GROUPS if size % group == 0), 0)
+
+
+def _misfit(spec: QuantSpec, shape: tuple[int, int]) -> str | None:
+    if spec.codebook == "uniform" or spec.scale == "lowrank":
+        return "it has integer levels with one scale a group"
+    if spec.bits == 7:
+        return "it has 2, 3, 4, 5, 6 or 8 bits"
+    return None if _group(spec, shape[1]) else "its groups are of 32, 64 or 128"
+
+
+def _tensors(parts: Parts, spec: QuantSpec) -> dict[str, Tensor]:
+    groups = parts.codes.shape[1] // _group(spec, parts.codes.shape[1])
+    scale = each(parts.scale, groups)
+    bias = scale * np.float32(spec.lowest) if parts.offset is None else each(parts.offset, groups)
+    halves = np.array_equal(bias.astype(np.float16), bias) and not spec.narrow
+    kind = np.float16 if halves else np.float32
+    return {
+        "weight": words(parts.codes, spec.bits).view(torch.uint32),
+        "scales": torch.from_numpy(scale.astype(kind)),
+        "biases": torch.from_numpy(bias.astype(kind)),
+    }
+
+
+def _parts(tensors: dict[str, Tensor], spec: QuantSpec) -> Parts:
+    scale, bias = (tensors[name].float().numpy() for name in ("scales", "biases"))
+    return Parts(from_words(tensors["weight"].view(torch.int32), spec.bits), scale, bias)
+
+
+def _config(kinds: dict[str, QuantSpec], source: Source) -> dict:
+    found = {}
+    for name, spec in kinds.items():
+        columns = source.student.get_submodule(name).weight.shape[1]
+        found[name] = {"group_size": _group(spec, columns), "bits": spec.bits}
+    return {"quantization": {**max(found.values(), key=list(found.values()).count), **found}}
+
+
+def _adapter(source: Source, folder: Path, shown: Path) -> None:
+    names = {id(module): name for name, module in source.student.named_modules()}
+    blocks = [f"{names[id(block)]}." for block in decoder_layers(source.student)]
+    keys = sorted({name.removeprefix(block) for name in source.loras for block in blocks if name.startswith(block)})
+    factors = {lora.factor for lora in source.loras.values()}
+    ranks = {len(lora.a) for lora in source.loras.values()}
+    alike = len(source.loras) == len(keys) * len(blocks) == len(source.updates)
+    if not alike or len(factors) > 1 or len(ranks) > 1:
+        raise UserError(
+            f"--format mlx: adapter {source.adapter} differs from block to block, or changes weights other than linear "
+            "layers; use --format hf or merged"
+        )
+    folder.mkdir()
+    tensors = {
+        f"{n}.lora_{part}": getattr(lora, part).T.contiguous() for n, lora in source.loras.items() for part in "ab"
+    }
+    save_file(tensors, folder / "adapters.safetensors")
+    shape = {"rank": ranks.pop(), "scale": factors.pop(), "dropout": 0.0, "keys": keys}
+    write_json(
+        folder / "adapter_config.json", {"fine_tune_type": "lora", "num_layers": len(blocks), "lora_parameters": shape}
+    )
+
+
+LAYOUT = Layout("mlx", _misfit, _tensors, _parts, _config, _adapter, tables=True)

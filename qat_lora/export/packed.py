@@ -1,0 +1,187 @@
+"""Export to folders of safetensors whose quantised layers are packed codes: what the formats of compressed_tensors.py,
+gptq.py and mlx.py share. Every folder is read back and compared code by code before it is kept.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from qat_lora.errors import UserError
+from qat_lora.export.hf import ADAPTER_FOLDER, write_adapter
+from qat_lora.export.source import Source
+from qat_lora.models.generate import end_tokens
+from qat_lora.models.loading import load_tokenizer, plain_state
+from qat_lora.models.writing import differs
+from qat_lora.quant.linear import ExpertWeight, Parts, Quantizer, quantized_layers
+from qat_lora.quant.spec import QuantSpec
+from qat_lora.quant.student import pack_codes, unpack_codes
+from qat_lora.run.files import read_json, write_json, writing
+
+FILE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a format stores quantised layers.
+
+    misfit(spec, shape): why it cannot hold a weight exactly; None if it can. tensors(parts, spec): what it stores of a
+    layer, by suffix of the layer's name. parts(tensors, spec): codes, scale and offset that these mean. config(kinds,
+    source): what it adds to config.json, for {layer: spec}; raises UserError for kinds that do not go together.
+    adapter(source, folder, shown): writes the adapter. tables: whether an embedding may be packed.
+    """
+
+    name: str
+    misfit: Callable[[QuantSpec, tuple[int, int]], str | None]
+    tensors: Callable[[Parts, QuantSpec], dict[str, Tensor]]
+    parts: Callable[[dict[str, Tensor], QuantSpec], Parts]
+    config: Callable[[dict[str, QuantSpec], Source], dict]
+    adapter: Callable[[Source, Path, Path], None] = lambda source, folder, shown: write_adapter(source, folder, shown)
+    tables: bool = False
+
+
+@dataclass
+class PackedPlan:
+    """A packed export: the quantised layers by name, and every other tensor as it will be stored."""
+
+    layout: Layout
+    layers: dict[str, Quantizer]
+    plain: dict[str, Tensor] = field(default_factory=dict)
+
+    def bytes(self) -> int:
+        """Bytes of all tensors, without the few kB of headers."""
+        mine = sum(t.nbytes for quantizer in self.layers.values() for t in self.tensors(quantizer).values())
+        return mine + sum(value.numel() * value.element_size() for value in self.plain.values())
+
+    def bits(self) -> float:
+        """Bits per quantised weight in the file."""
+        weights = sum(quantizer.codes.numel() for quantizer in self.layers.values())
+        return 8 * sum(t.nbytes for q in self.layers.values() for t in self.tensors(q).values()) / weights
+
+    def tensors(self, quantizer: Quantizer) -> dict[str, Tensor]:
+        return self.layout.tensors(quantizer.parts(), quantizer.spec)
+
+
+def plan_packed(source: Source, layout: Layout) -> PackedPlan:
+    """What an export in `layout` holds. Raises UserError with the layer and what works if the format cannot hold it."""
+    student, layers = source.student, {}
+    embedding = student.get_input_embeddings()
+    names = {id(module): name for name, module in student.named_modules()}
+    for name, layer in quantized_layers(student).items():
+        quantizer = layer.quantizer
+        if isinstance(layer, ExpertWeight):
+            raise UserError(f"--format {layout.name} cannot hold the experts {name}; use --format hf")
+        tied = layer.weight is embedding.weight
+        if tied and not layout.tables:
+            raise UserError(
+                f"--format {layout.name} cannot hold the quantised head {name}, which is tied to the embedding; train "
+                "with --head none, or use --format mlx, gguf or hf"
+            )
+        if why := layout.misfit(quantizer.spec, quantizer.shape):
+            raise UserError(
+                f"--format {layout.name} cannot hold {name}, which is {quantizer.spec} ({why}); use --format hf, or "
+                "another quantiser: --target names those that a reader holds"
+            )
+        layers[names[id(embedding)] if tied else name] = quantizer
+    layout.config({name: quantizer.spec for name, quantizer in layers.items()}, source)
+    packed = {f"{name}.weight" for name in layers}
+    plan = PackedPlan(layout, layers)
+    for name, value in plain_state(student).items():
+        if name not in packed:
+            plan.plain[name] = stored_plain(name, value.detach())
+    return plan
+
+
+def stored_plain(name: str, value: Tensor) -> Tensor:
+    """A tensor that is not quantised as it is stored: matrices in fp16, vectors in fp32."""
+    if value.ndim < 2 or not value.is_floating_point():
+        return value.contiguous()
+    half = value.to(torch.float16)
+    if not half.isfinite().all():
+        raise UserError(f"{name} holds values beyond 65504, fp16's largest; use --format hf")
+    return half.contiguous()
+
+
+def rounding(source: Source, plan: PackedPlan) -> str:
+    """What a packed export rounds, for the user."""
+    state = plain_state(source.student)
+    errors = {n: float((state[n].float() - v.float()).abs().max()) for n, v in plan.plain.items()}
+    rounded = [name for name, error in errors.items() if error]
+    if not rounded:
+        return "everything exact"
+    more = f" and {len(rounded) - 1} others" * (len(rounded) > 1)
+    return f"codes, scales and offsets exact; to fp16 (by at most {max(errors.values()):.1g}): {rounded[0]}{more}"
+
+
+def write_packed(source: Source, plan: PackedPlan, folder: Path, shown: Path) -> None:
+    """Write and check a folder: weights, config, tokenizer, generation config, and the adapter in adapter/."""
+    student, tokenizer, layout = source.student, load_tokenizer(source.name), plan.layout
+    state = dict(plan.plain)
+    for name, quantizer in plan.layers.items():
+        state |= {f"{name}.{suffix}": value for suffix, value in plan.tensors(quantizer).items()}
+    with writing(shown):
+        save_file(state, folder / FILE, metadata={"format": "pt"})
+        student.generation_config.eos_token_id = end_tokens(student, tokenizer)
+        student.config.save_pretrained(folder)
+        student.generation_config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        extra = layout.config({name: quantizer.spec for name, quantizer in plan.layers.items()}, source)
+        held = read_json(folder / "config.json")
+        write_json(folder / "config.json", held | {"dtype": "float16"} | rope_for_others(held) | extra)
+        if source.adapter:
+            layout.adapter(source, folder / ADAPTER_FOLDER, shown)
+    check_packed(plan, folder, shown)
+
+
+def rope_for_others(config: dict) -> dict:
+    """The rotation's settings under the names that libraries other than transformers 5 read them from."""
+    settings = config.get("rope_parameters") or {}
+    full, local = settings.get("full_attention", settings), settings.get("sliding_attention", {})
+    found = {"rope_theta": full["rope_theta"]} if "rope_theta" in full else {}
+    found |= {"rope_local_base_freq": local["rope_theta"]} if "rope_theta" in local else {}
+    kind = full.get("rope_type", "default")
+    return found | ({} if kind == "default" else {"rope_scaling": full | {"type": kind}})
+
+
+def check_packed(plan: PackedPlan, folder: Path, shown: Path) -> None:
+    """Read the folder back and compare: every code, scale and offset, and every plain value, bit for bit."""
+    with safe_open(folder / FILE, "pt") as file:
+        there = set(file.keys())
+        for name, value in plan.plain.items():
+            if name not in there or not torch.equal(file.get_tensor(name), value):
+                raise differs(shown / FILE, name)
+        for name, quantizer in plan.layers.items():
+            wanted, suffixes = quantizer.parts(), plan.tensors(quantizer)
+            if not {f"{name}.{suffix}" for suffix in suffixes} <= there:
+                raise differs(shown / FILE, name)
+            tensors = {suffix: file.get_tensor(f"{name}.{suffix}") for suffix in suffixes}
+            found = plan.layout.parts(tensors, quantizer.spec)
+            groups = found.scale.shape[1] // wanted.scale.shape[1]
+            offset = None if wanted.offset is None else np.repeat(wanted.offset, groups, 1)
+            same = np.array_equal(found.codes, wanted.codes)
+            same &= np.array_equal(found.scale, np.repeat(wanted.scale, groups, 1))
+            if not same or (offset is not None and not np.array_equal(found.offset, offset)):
+                raise differs(shown / FILE, name)
+
+
+# -- integers and words ----------------------------------------------------------------------------------------------
+def words(integers: np.ndarray, bits: int) -> Tensor:
+    """Integers below 2^bits [rows, columns] as int32 words [rows, columns·bits/32]: a stream of bits, lowest first."""
+    packed = pack_codes(torch.from_numpy(np.ascontiguousarray(integers)), bits)
+    return packed.view(torch.int32).view(len(integers), -1)
+
+
+def from_words(packed: Tensor, bits: int) -> np.ndarray:
+    """The inverse of `words`: uint8 [rows, columns]."""
+    shape = (len(packed), packed.shape[1] * 32 // bits)
+    return unpack_codes(packed.contiguous().view(torch.uint8).view(-1), bits, shape).numpy()
+
+
+def each(part: np.ndarray, groups: int) -> np.ndarray:
+    """One value for each of `groups` groups of a row, from fewer values [out, n]."""
+    return np.repeat(part, groups // part.shape[1], axis=1)
