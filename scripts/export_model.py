@@ -58,18 +58,15 @@ if __name__ == "__main__":
 from pathlib import Path
 
 from qat_lora.errors import UserError
-from qat_lora.export import compressed_tensors, mlx
 from qat_lora.export.gguf import ADAPTER_FILE, MODEL_FILE, GGUFPlan, plan_gguf, summary, write_gguf
-from qat_lora.export.gptq import AUTOROUND, GPTQ
 from qat_lora.export.hf import hf_bytes, write_hf
 from qat_lora.export.packed import FILE, plan_packed, rounding, write_packed
 from qat_lora.export.source import Source, load_source, provenance
+from qat_lora.export.targets import LAYOUTS
 from qat_lora.hosts.revision import revision
 from qat_lora.quant.student import bits_per_weight
 from qat_lora.run.console import say
 from qat_lora.run.files import check_new, new_folder, write_json
-
-LAYOUTS = {layout.name: layout for layout in (compressed_tensors.LAYOUT, GPTQ, AUTOROUND, mlx.LAYOUT)}
 
 
 def main(cfg: Config) -> None:

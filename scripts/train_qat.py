@@ -21,6 +21,7 @@ from typing import Literal
 
 from qat_lora.models.packaged import CHOICES
 from qat_lora.quant.spec import SCOPES
+from qat_lora.quant.targets import HELD, picked
 from qat_lora.run import options as opt
 from qat_lora.run.command_line import check_command_line, run_script
 from qat_lora.run.options import JobConfig
@@ -48,6 +49,10 @@ class Config(TrainOptions, JobConfig):
         "quantiser of the MLP layers, CODEBOOKbits/SCALE, e.g. balanced2/g32 or uniform4/r32; none leaves them alone",
     )
     attn: str = opt.quantiser("balanced2/g32", "quantiser of the attention projections; none leaves them alone")
+    target: Literal[*HELD] | None = opt.quantiser(
+        None, "reader to train for: picks --mlp and --attn, layer by layer, from what it holds exactly at --bits"
+    )
+    bits: int = opt.quantiser(4, "bits of a weight for --target", at_least=2, at_most=8)
     head: str = opt.quantiser("none", "quantiser of the LM head and of an embedding tied to it")
     init: Literal["rtn", "mse", "gptq"] = opt.quantiser(
         "mse",
@@ -115,7 +120,7 @@ from qat_lora.train.memory import Parts
 # -- the experiment --------------------------------------------------------------------------------------------------
 def main(cfg: Config) -> None:
     check(cfg)
-    cfg = with_model(cfg)
+    cfg = for_target(with_model(cfg))
     if not cfg.dry_run:
         return launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
     backend = open_planned(cfg.device, cfg.precision)
@@ -209,13 +214,25 @@ def with_model(cfg: Config) -> Config:
     return cfg
 
 
+def for_target(cfg: Config) -> Config:
+    """The options with the quantisers of --target."""
+    if not cfg.target:
+        return cfg
+    found = picked(cfg.target, cfg.bits)
+    for name in ("mlp", "attn"):
+        if (given := getattr(cfg, name)) not in (found, getattr(Config, name)):
+            raise UserError(f"--target {cfg.target} picks --{name}; leave out --{name} {given}, or --target")
+    return dataclasses.replace(cfg, mlp=found, attn=found)
+
+
 def student_spec(cfg: Config) -> StudentSpec:
     return StudentSpec(mlp=cfg.mlp, attn=cfg.attn, head=cfg.head)
 
 
 def open_rows(cfg: Config, backend: TorchBackend, workers: int) -> tuple[KDCacheDataset, KDCacheDataset]:
     """The training and held-out rows of the cache. Prints the plan of the run, and checks that it fits in memory."""
-    from qat_lora.export.gguf import export_formats  # brings nine modules that nothing else here needs
+    from qat_lora.export.gguf import export_formats  # bring modules that nothing else here needs
+    from qat_lora.export.targets import check_target
 
     train, heldout = open_splits(cfg.cache_dir, cfg.model, load_tokenizer(cfg.model))
     cfg.check_rows(train, heldout, workers)
@@ -225,7 +242,7 @@ def open_rows(cfg: Config, backend: TorchBackend, workers: int) -> tuple[KDCache
     say(f"cache {cfg.cache_dir}: {len(train)} training and {len(heldout)} held-out rows of {train.length} tokens")
     stages = f"{cfg.layer_steps} updates for each of {len(decoder_layers(model))} blocks, {cfg.max_steps} end to end"
     say(f"start: {cfg.checkpoint or cfg.init}; {stages}")
-    say(export_formats(cfg.model))
+    say(check_target(cfg.target, cfg.model, model) if cfg.target else export_formats(cfg.model))
     cfg.describe(model, train, backend, workers, beside(cfg, model))
     return train, heldout
 

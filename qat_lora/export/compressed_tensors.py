@@ -7,10 +7,9 @@ scale.
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qat_lora.export.packed import Layout, from_words, words
-from qat_lora.export.source import Source
 from qat_lora.quant.linear import Parts
 from qat_lora.quant.spec import QuantSpec
 
@@ -49,7 +48,7 @@ def _parts(tensors: dict[str, Tensor], spec: QuantSpec) -> Parts:
     return Parts(codes.astype(np.uint8), tensors["weight_scale"].float().numpy() * np.float32(turn))
 
 
-def _config(kinds: dict[str, QuantSpec], source: Source) -> dict:
+def _config(kinds: dict[str, QuantSpec], student: nn.Module) -> dict:
     groups = {}
     for number, spec in enumerate(dict.fromkeys(kinds.values())):
         size = spec.size if spec.scale == "group" else None
@@ -59,7 +58,7 @@ def _config(kinds: dict[str, QuantSpec], source: Source) -> dict:
         }  # fmt: skip
         targets = [name for name, kind in kinds.items() if kind == spec]
         groups[f"group_{number}"] = {"targets": targets, "weights": weights}
-    linear = [n for n, m in source.student.named_modules() if isinstance(m, torch.nn.Linear) and n not in kinds]
+    linear = [n for n, m in student.named_modules() if isinstance(m, nn.Linear) and n not in kinds]
     own = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed"}
     return {"quantization_config": own | {"config_groups": groups, "ignore": linear}}
 

@@ -8,15 +8,13 @@ import functools
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qat_lora.errors import UserError
 from qat_lora.export.packed import Layout, from_words, words
-from qat_lora.export.source import Source
 from qat_lora.models.architecture import decoder_layers
 from qat_lora.quant.linear import Parts
 from qat_lora.quant.spec import QuantSpec
-from qat_lora.quant.student import StudentSpec
 
 
 def _zero(spec: QuantSpec) -> int:
@@ -51,13 +49,12 @@ def _parts(tensors: dict[str, Tensor], spec: QuantSpec) -> Parts:
     return Parts(shifted.astype(np.uint8), np.ascontiguousarray(tensors["scales"].float().numpy().T))
 
 
-def _config(kinds: dict[str, QuantSpec], source: Source, name: str) -> dict:
+def _config(kinds: dict[str, QuantSpec], student: nn.Module, name: str) -> dict:
     specs = list(dict.fromkeys(kinds.values()))
-    blocks = {f"{n}.{m}" for n, m in _linears(source)}
-    if len(specs) > 1 or kinds.keys() != blocks:
+    if len(specs) > 1 or kinds.keys() != {*_linears(student)}:
         raise UserError(
             f"--format {name} has one quantiser for all linear layers of the blocks; this student has "
-            f"{StudentSpec(**source.made['spec'])}; use --format compressed-tensors or mlx"
+            f"{', '.join(map(str, specs))} in {len(kinds)} layers; use --format compressed-tensors or mlx"
         )
     shared = {"bits": specs[0].bits, "group_size": specs[0].size, "sym": True}
     if name == "gptq":
@@ -67,15 +64,10 @@ def _config(kinds: dict[str, QuantSpec], source: Source, name: str) -> dict:
     return {"quantization_config": shared | own}
 
 
-def _linears(source: Source) -> list[tuple[str, str]]:
-    """(block, layer in it) of every linear layer of the blocks."""
-    names = {id(module): name for name, module in source.student.named_modules()}
-    return [
-        (names[id(block)], name)
-        for block in decoder_layers(source.student)
-        for name, module in block.named_modules()
-        if isinstance(module, torch.nn.Linear)
-    ]
+def _linears(student: nn.Module) -> list[str]:
+    """The names of all linear layers of the blocks."""
+    inside = {id(module) for block in decoder_layers(student) for module in block.modules()}
+    return [n for n, m in student.named_modules() if id(m) in inside and isinstance(m, nn.Linear)]
 
 
 GPTQ, AUTOROUND = (

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from qat_lora.errors import UserError
 from qat_lora.export.packed import Layout, each, from_words, words
@@ -54,10 +54,10 @@ def _parts(tensors: dict[str, Tensor], spec: QuantSpec) -> Parts:
     return Parts(from_words(tensors["weight"].view(torch.int32), spec.bits), scale, bias)
 
 
-def _config(kinds: dict[str, QuantSpec], source: Source) -> dict:
+def _config(kinds: dict[str, QuantSpec], student: nn.Module) -> dict:
     found = {}
     for name, spec in kinds.items():
-        columns = source.student.get_submodule(name).weight.shape[1]
+        columns = student.get_submodule(name).weight.shape[1]
         found[name] = {"group_size": _group(spec, columns), "bits": spec.bits}
     return {"quantization": {**max(found.values(), key=list(found.values()).count), **found}}
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from qat_lora.errors import UserError
 from qat_lora.export.hf import ADAPTER_FOLDER, write_adapter
@@ -32,7 +32,7 @@ class Layout:
 
     misfit(spec, shape): why it cannot hold a weight exactly; None if it can. tensors(parts, spec): what it stores of a
     layer, by suffix of the layer's name. parts(tensors, spec): codes, scale and offset that these mean. config(kinds,
-    source): what it adds to config.json, for {layer: spec}; raises UserError for kinds that do not go together.
+    student): what it adds to config.json, for {layer: spec}; raises UserError for kinds that do not go together.
     adapter(source, folder, shown): writes the adapter. tables: whether an embedding may be packed.
     """
 
@@ -40,7 +40,7 @@ class Layout:
     misfit: Callable[[QuantSpec, tuple[int, int]], str | None]
     tensors: Callable[[Parts, QuantSpec], dict[str, Tensor]]
     parts: Callable[[dict[str, Tensor], QuantSpec], Parts]
-    config: Callable[[dict[str, QuantSpec], Source], dict]
+    config: Callable[[dict[str, QuantSpec], nn.Module], dict]
     adapter: Callable[[Source, Path, Path], None] = lambda source, folder, shown: write_adapter(source, folder, shown)
     tables: bool = False
 
@@ -67,10 +67,10 @@ class PackedPlan:
         return self.layout.tensors(quantizer.parts(), quantizer.spec)
 
 
-def plan_packed(source: Source, layout: Layout) -> PackedPlan:
-    """What an export in `layout` holds. Raises UserError with the layer and what works if the format cannot hold it."""
-    student, layers = source.student, {}
-    embedding = student.get_input_embeddings()
+def packed_layers(student: nn.Module, layout: Layout) -> dict[str, Quantizer]:
+    """The quantised layers of a student, with or without values, by the names that they have in a file. Raises
+    UserError with the layer and what works if the format cannot hold one."""
+    layers, embedding = {}, student.get_input_embeddings()
     names = {id(module): name for name, module in student.named_modules()}
     for name, layer in quantized_layers(student).items():
         quantizer = layer.quantizer
@@ -88,7 +88,13 @@ def plan_packed(source: Source, layout: Layout) -> PackedPlan:
                 "another quantiser: --target names those that a reader holds"
             )
         layers[names[id(embedding)] if tied else name] = quantizer
-    layout.config({name: quantizer.spec for name, quantizer in layers.items()}, source)
+    layout.config({name: quantizer.spec for name, quantizer in layers.items()}, student)
+    return layers
+
+
+def plan_packed(source: Source, layout: Layout) -> PackedPlan:
+    """What an export in `layout` holds; raises UserError as `packed_layers` does."""
+    student, layers = source.student, packed_layers(source.student, layout)
     packed = {f"{name}.weight" for name in layers}
     plan = PackedPlan(layout, layers)
     for name, value in plain_state(student).items():
@@ -130,7 +136,7 @@ def write_packed(source: Source, plan: PackedPlan, folder: Path, shown: Path) ->
         student.config.save_pretrained(folder)
         student.generation_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        extra = layout.config({name: quantizer.spec for name, quantizer in plan.layers.items()}, source)
+        extra = layout.config({name: quantizer.spec for name, quantizer in plan.layers.items()}, student)
         held = read_json(folder / "config.json")
         write_json(folder / "config.json", held | {"dtype": "float16"} | rope_for_others(held) | extra)
         if source.adapter:

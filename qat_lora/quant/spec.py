@@ -99,6 +99,11 @@ class QuantSpec:
         size = int(group or rows or rank or 0)
         return cls(codebook or ternary, int(bits or 2), scale, size, bool(offset), int(narrow or 0), int(block or 0))
 
+    @classmethod
+    def alternatives(cls, text: str) -> "list[QuantSpec]":
+        """Parse "q2_k|int2/g64": a layer gets the first that fits its shape. "none" gives none."""
+        return [spec for part in text.split("|") if (spec := cls.parse(part))]
+
     def __str__(self):
         codebook = self.codebook if self.codebook == "ternary" else f"{self.codebook}{self.bits}"
         mark = {"group": "g", "rows": "rows", "lowrank": "r"}.get(self.scale)
@@ -178,3 +183,18 @@ class QuantSpec:
     def code_bits(self, weights: int) -> int:
         """Bits that the codes of `weights` weights are stored in; five ternary ones share a byte."""
         return 8 * -(-weights // 5) if self.codebook == "ternary" else weights * self.bits
+
+
+def fitting(text: str, name: str, shape: tuple[int, ...]) -> QuantSpec | None:
+    """The first of the alternatives in `text` that fits the weight `name` of a shape [..., out, in]; None for "none".
+    Raises UserError if none fits."""
+    error = None
+    for spec in QuantSpec.alternatives(text):
+        try:
+            spec.check(name, *shape[-2:])
+            return spec
+        except UserError as found:
+            error = found
+    if error:
+        raise error
+    return None

@@ -30,7 +30,7 @@ from qat_lora.quant.linear import (
     rows_of,
     show_quantized,
 )
-from qat_lora.quant.spec import QuantSpec
+from qat_lora.quant.spec import QuantSpec, fitting
 from qat_lora.run.files import write_atomically
 
 FORMAT = "qat_lora.student.2"
@@ -41,16 +41,17 @@ PARTS = {"model", "fingerprint", "spec", "info", "tensors"}
 
 @dataclass(frozen=True)
 class StudentSpec:
-    """The quantiser of each kind of module, as QuantSpec texts; "none" leaves it in full precision."""
+    """The quantiser of each kind of module, as QuantSpec texts, or alternatives "q2_k|int2/g64" of which a layer gets
+    the first that fits its shape; "none" leaves it in full precision."""
 
     mlp: str = "balanced2/g32"
     attn: str = "balanced2/g32"
     head: str = "none"
 
     def __post_init__(self):
-        specs = {name: QuantSpec.parse(getattr(self, name)) for name in ("mlp", "attn", "head")}
-        for name, spec in specs.items():
-            object.__setattr__(self, name, str(spec).lower())  # one name for each codebook
+        specs = {name: QuantSpec.alternatives(getattr(self, name)) for name in ("mlp", "attn", "head")}
+        for name, found in specs.items():
+            object.__setattr__(self, name, "|".join(map(str, found)) or "none")  # one name for each quantiser
         if not any(specs.values()):
             raise UserError("mlp, attn and head are all none, so nothing would be quantised; set at least one")
 
@@ -68,10 +69,10 @@ def quantize(model: nn.Module, spec: StudentSpec) -> nn.Module:
     for block in decoder_layers(model):
         experts: dict[nn.Module, dict] = {}
         for matrix in list(matrices(block)):
-            kind = QuantSpec.parse(spec.mlp if matrix.part == "mlp" else spec.attn)
+            name = f"{matrix.path}.{matrix.name}".removesuffix(".weight")
+            kind = fitting(spec.mlp if matrix.part == "mlp" else spec.attn, name, matrix.shape)
             if kind is None:
                 continue
-            kind.check(f"{matrix.path}.{matrix.name}".removesuffix(".weight"), *matrix.shape[-2:])
             if matrix.is_experts:
                 experts.setdefault(matrix.module, {})[matrix.name] = (Quantizer(kind, *matrix.shape), matrix.transposed)
             else:
@@ -79,7 +80,7 @@ def quantize(model: nn.Module, spec: StudentSpec) -> nn.Module:
         for module, found in experts.items():
             quantizers = nn.ModuleDict({name: quantizer for name, (quantizer, _) in found.items()})
             show_quantized(module, quantizers, tuple(found), next(iter(found.values()))[1])
-    _quantize_head(unwrap(model), QuantSpec.parse(spec.head))
+    _quantize_head(unwrap(model), spec.head)
     if not quantized_layers(model):
         raise UserError(
             f"{spec} quantises nothing: the blocks of model type {unwrap(model).config.model_type!r} hold no "
@@ -89,11 +90,11 @@ def quantize(model: nn.Module, spec: StudentSpec) -> nn.Module:
     return freeze_plain_tables(model)
 
 
-def _quantize_head(base: nn.Module, kind: QuantSpec | None) -> None:
+def _quantize_head(base: nn.Module, text: str) -> None:
+    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
+    kind = fitting(text, "lm_head", (head.out_features, head.in_features)) if text != "none" else None
     if kind is None:
         return
-    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
-    kind.check("lm_head", head.out_features, head.in_features)
     tied, head = embedding.weight is head.weight, QuantLinear(head, kind)
     if tied:
         show_quantized(embedding, head.quantizer, ("weight",))

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 TIMES = {"tokens_per_s", "seconds", "peak_memory_mb"}
-# How a run came about, and plots of times, are not part of its result. `manifest.json` records every resume.
-ASIDE = ("manifest.json", "config.yaml", "checkpoints", "plots", ".lock", "checksums.json")
+# How a run came about, and plots and a page of times, are not part of its result. `manifest.json` records every resume.
+ASIDE = ("manifest.json", "config.yaml", "checkpoints", "plots", "report.html", ".lock", "checksums.json")
 
 
 def result(folder: Path, base: Path, cache: bool = False) -> dict[str, Any]:
