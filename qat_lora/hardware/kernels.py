@@ -93,6 +93,7 @@ def cases(size: str, device: torch.device) -> dict[str, tuple[float, Callable[[]
         "2 bits": (1e-5, quantised("balanced2/g32", torch.bfloat16)),
         "4 bits": (1e-5, quantised("uniform4/g64", torch.float32)),
         "low-rank scales": (1e-5, quantised("int4/r8", torch.float32)),
+        "offsets and narrow scales": (1e-5, quantised("q2_k", torch.float32)),
         "one scale": (1e-5, quantised("int8/tensor", torch.bfloat16)),
         "optimiser": (1e-5, optimise),
         "LM head": (5e-3, head(torch.bfloat16, False, 1.0)),

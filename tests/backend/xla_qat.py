@@ -40,6 +40,10 @@ from qat_lora.train.loop import Plan
 from qat_lora.train.losses import sparse_loss
 
 SPEC = StudentSpec(mlp="balanced2/g32", attn="lut4/r4")
+GRIDS = (
+    "balanced2/g32", "int4/g32", "lut4/r4", "balanced3/tensor", "ternary/g32", "int2/g32+offset",
+    "int2/g16+offset/s4x64", "int3/g16/s6", "int4/rows8",
+)  # fmt: skip
 
 
 class Cached(torch.utils.data.Dataset):
@@ -210,7 +214,7 @@ def pieces() -> dict:
         out[name] = (results[XLA][name].cpu() == results[CPU][name]).float().mean().item()
 
     x = torch.randn(7, 64)
-    for text in ("balanced2/g32", "int4/g32", "lut4/r4", "balanced3/tensor"):
+    for text in GRIDS:
         for backend in (XLA, CPU):
             torch.manual_seed(2)
             layer = QuantLinear(nn.Linear(64, 32), QuantSpec.parse(text))

@@ -134,8 +134,8 @@ def test_the_output_folder_may_be_empty_or_deeply_nested(export, tmp_path):
 def test_an_export_that_reads_back_differently_is_deleted(export, tmp_path, monkeypatch):
     encode = gguf.encode
 
-    def faulty(kind, spec, codes, scale):
-        data = encode(kind, spec, codes, scale)
+    def faulty(kind, spec, parts):
+        data = encode(kind, spec, parts)
         data[-1, -1] ^= 1
         return data
 
