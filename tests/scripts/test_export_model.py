@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from forked import kill
 from gguf import GGUFReader
 from locked import locked
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qat_lora.errors import UserError
 from qat_lora.export import gguf
+from qat_lora.export.card import licence
 from qat_lora.lora.adapter import write_origin
 from qat_lora.models.loading import load_model
 from qat_lora.quant.init import initialise
@@ -67,7 +69,7 @@ def names(folder: Path) -> list[str]:
 def test_gguf_with_its_adapter(export, files, tmp_path):
     lines = export("--adapter", files[1])
     out = tmp_path / "out"
-    assert names(out) == ["adapter.gguf", "export.json", "model.gguf"] and names(tmp_path) == ["out"]
+    assert names(out) == ["README.md", "adapter.gguf", "export.json", "model.gguf"] and names(tmp_path) == ["out"]
     types = {"embedding, head —": "F16", "attention balanced4/g32": "Q4_1", "mlp int2/g64": "Q2_0"}
     types |= {"norms, biases —": "F32"}
     table = [" ".join(line.split()) for line in lines if " tensors" in line]
@@ -95,7 +97,7 @@ def test_merging_reports_the_added_size(export, files, tmp_path):
     assert types["blk.0.attn_k.weight"] == "Q4_1" and types["blk.0.ffn_up.weight"] == "Q2_0"
     more = 2 * (64 * 64 * (16 - 5) + 128 * 64 * (16 - 2.25)) / 8e6
     assert any(f"merging adds {more:.2f} MB" in line for line in lines)
-    assert names(tmp_path / "out") == ["export.json", "model.gguf"]
+    assert names(tmp_path / "out") == ["README.md", "export.json", "model.gguf"]
 
 
 @pytest.mark.parametrize("kind", ["hf", "merged"])
@@ -127,7 +129,28 @@ def test_the_output_folder_may_be_empty_or_deeply_nested(export, tmp_path):
     export()
     export("--output-dir", tmp_path / "a" / "b" / "c")
     for out in (tmp_path / "out", tmp_path / "a" / "b" / "c"):
-        assert names(out) == ["export.json", "model.gguf"]
+        assert names(out) == ["README.md", "export.json", "model.gguf"]
+
+
+@pytest.mark.parametrize("kind, loads", [("gguf", "lora_path="), ("hf", "/adapter"), ("merged", "pipeline(")])
+def test_the_model_card_says_what_the_run_measured_and_how_to_load_it(export, files, tmp_path, kind, loads):
+    export("--format", kind, "--adapter", files[1])
+    _, head, text = (tmp_path / "out" / "README.md").read_text().split("---\n", 2)
+    head, note = yaml.safe_load(head), json.loads((tmp_path / "out" / "export.json").read_text())
+    assert head["license"] == "unknown" and kind in head["tags"] and head["base_model"] in note["model"]
+    assert f"| {note['bits_per_weight']:.3f} in these files |" in text and note["commit"] in text
+    assert loads in text and "| quantisers | mlp=int2/g64 attn=balanced4/g32 head=none |" in text
+
+
+@pytest.mark.parametrize(
+    "card, found",
+    [("---\nlicense: mit\n---\n# A model\n", "mit"), ("# A model\n", "unknown"), ("---\n: [\n---\n", "unknown"),
+     ("---\ntags: []\n---\n", "unknown")],
+)  # fmt: skip
+def test_the_licence_is_that_of_the_base(tmp_path, card, found):
+    (tmp_path / "README.md").write_text(card)
+    assert licence(str(tmp_path)) == found
+    assert licence("smollm2-135m") == "apache-2.0"
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------
@@ -158,7 +181,7 @@ def test_a_killed_export_leaves_no_output_folder_and_the_next_one_succeeds(forks
     forks.execute("export_model", *flags, death=kill("export.gguf.write_gguf", 1, after=True))
     assert names(tmp_path) == [".out.part"]
     export()
-    assert names(tmp_path) == ["out"] and names(tmp_path / "out") == ["export.json", "model.gguf"]
+    assert names(tmp_path) == ["out"] and names(tmp_path / "out") == ["README.md", "export.json", "model.gguf"]
 
 
 def test_existing_outputs_are_not_overwritten_and_missing_options_are_named(refusal, export, files, tmp_path):
@@ -177,7 +200,7 @@ def test_existing_outputs_are_not_overwritten_and_missing_options_are_named(refu
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (["--gguf-type", "Q4_K"], "--gguf-type 'Q4_K' is not one of auto, Q2_0, Q4_0, Q4_1, Q8_0, F16"),
+        (["--gguf-type", "Q5_0"], "--gguf-type 'Q5_0' is not one of auto, TQ1_0, TQ2_0, Q2_0"),
         (["--format", "merged"], "needs the --adapter"),
         (["--adapter-as", "merged"], "is for --format gguf with an"),
         (["--format", "hf", "--gguf-type", "Q4_0"], "--gguf-type Q4_0 is for --format gguf"),
