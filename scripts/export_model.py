@@ -59,11 +59,11 @@ from pathlib import Path
 
 from qat_lora.errors import UserError
 from qat_lora.export.card import card
-from qat_lora.export.gguf import ADAPTER_FILE, MODEL_FILE, GGUFPlan, plan_gguf, summary, write_gguf
+from qat_lora.export.gguf import ADAPTER_FILE, MODEL_FILE, GGUFPlan, plan_gguf, stored_bits, summary, write_gguf
 from qat_lora.export.hf import hf_bytes, write_hf
 from qat_lora.export.packed import FILE, plan_packed, rounding, write_packed
 from qat_lora.export.source import Source, load_source, provenance
-from qat_lora.export.targets import LAYOUTS
+from qat_lora.export.targets import LAYOUTS, every_format
 from qat_lora.hosts.revision import revision
 from qat_lora.quant.student import bits_per_weight
 from qat_lora.run.console import say
@@ -75,6 +75,8 @@ def main(cfg: Config) -> None:
     source = load_source(cfg.checkpoint, cfg.adapter, cfg.model)
     exports = {"gguf": export_gguf, "hf": export_hf, "merged": export_hf}
     exports.get(cfg.format, export_packed)(cfg, source)
+    if cfg.dry_run and cfg.checkpoint:
+        say("\nin every format, without an adapter:\n" + "\n".join(f"  {line}" for line in every_format(source)))
 
 
 def check(cfg: Config) -> None:
@@ -172,12 +174,6 @@ def show_plan(source: Source, plan: GGUFPlan, computed: dict[str, int]) -> None:
         student = bits_per_weight(source.student)
         say(f"bits per quantised weight: {stored_bits(plan):.3f} in the file, {student:.3f} in the student")
     say("computed: " + ", ".join(f"{name} {size / 1e6:.2f} MB" for name, size in computed.items() if size))
-
-
-def stored_bits(plan: GGUFPlan) -> float:
-    """Bits per quantised weight in the file, including those that became F16; of all matrices if none is quantised."""
-    mine = [e for e in plan.entries if e.quantizer] or [e for e in plan.entries if len(e.shape) > 1]
-    return 8 * sum(entry.bytes for entry in mine) / sum(entry.shape[0] * entry.shape[1] for entry in mine)
 
 
 def describe(folder: Path, target: Path, source: Source, made: dict) -> None:

@@ -207,7 +207,7 @@ def fine_tune(model: nn.Module, train: PackedExamples, plan: Plan, session: Sess
 
 # -- the steps -------------------------------------------------------------------------------------------------------
 def check(cfg: Config) -> None:
-    if QuantSpec.parse(cfg.quantize) and cfg.method == "full":
+    if QuantSpec.alternatives(cfg.quantize) and cfg.method == "full":
         raise UserError(f"--quantize {cfg.quantize} freezes the base; use --method lora or rslora with it")
     section_weights(cfg.section_weights)
     check_length(cfg.model, cfg.length, mixed=True)

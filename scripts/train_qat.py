@@ -46,7 +46,8 @@ class Config(TrainOptions, JobConfig):
     )
     mlp: str = opt.quantiser(
         "balanced2/g32",
-        "quantiser of the MLP layers, CODEBOOKbits/SCALE, e.g. balanced2/g32 or uniform4/r32; none leaves them alone",
+        "quantiser of the MLP layers, CODEBOOKbits/SCALE, e.g. balanced2/g32, or alternatives for layers of other "
+        "shapes, q2_k|int2/g64; none leaves them alone",
     )
     attn: str = opt.quantiser("balanced2/g32", "quantiser of the attention projections; none leaves them alone")
     target: Literal[*HELD] | None = opt.quantiser(

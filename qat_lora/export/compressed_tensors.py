@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.export.packed import Layout, from_words, words
-from qat_lora.quant.linear import Parts
+from qat_lora.quant.linear import StoredWeight
 from qat_lora.quant.spec import QuantSpec
 
 
@@ -29,7 +29,7 @@ def _misfit(spec: QuantSpec, shape: tuple[int, int]) -> str | None:
     return f"{shape[1]} inputs are not divisible by 32" if shape[1] % 32 else None
 
 
-def _tensors(parts: Parts, spec: QuantSpec) -> dict[str, Tensor]:
+def _tensors(parts: StoredWeight, spec: QuantSpec) -> dict[str, Tensor]:
     turn, bits = _coding(spec)
     integers = turn * parts.codes.astype(np.int16) + round(turn * spec.lowest) + 2 ** (bits - 1)
     scale = parts.scale / np.float32(turn)
@@ -41,11 +41,11 @@ def _tensors(parts: Parts, spec: QuantSpec) -> dict[str, Tensor]:
     }
 
 
-def _parts(tensors: dict[str, Tensor], spec: QuantSpec) -> Parts:
+def _parts(tensors: dict[str, Tensor], spec: QuantSpec) -> StoredWeight:
     turn, bits = _coding(spec)
     signed = from_words(tensors["weight_packed"], bits).astype(np.int16) - 2 ** (bits - 1)
     codes = (signed - round(turn * spec.lowest)) // turn
-    return Parts(codes.astype(np.uint8), tensors["weight_scale"].float().numpy() * np.float32(turn))
+    return StoredWeight(codes.astype(np.uint8), tensors["weight_scale"].float().numpy() * np.float32(turn))
 
 
 def _config(kinds: dict[str, QuantSpec], student: nn.Module) -> dict:

@@ -28,7 +28,7 @@ from qat_lora.export.source import Source, weight_of
 from qat_lora.models.gguf_settings import frequency_factors, norm_change
 from qat_lora.models.loading import empty_model, load_config, model_source, plain_state
 from qat_lora.models.writing import differs
-from qat_lora.quant.linear import Parts, Quantizer, quantized_layers
+from qat_lora.quant.linear import Quantizer, StoredWeight, quantized_layers
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.run.files import writing
 
@@ -185,9 +185,11 @@ def _payload(source: Source, entry: Entry) -> np.ndarray:
     return encode(entry.kind, entry.spec, _parts(entry))
 
 
-def _parts(entry: Entry) -> Parts:
+def _parts(entry: Entry) -> StoredWeight:
     """What the file stores of a quantised tensor, its rows in the file's order."""
-    return Parts(*(None if part is None else to_gguf_rows(part, entry.heads) for part in entry.quantizer.parts()))
+    return StoredWeight(
+        *(None if part is None else to_gguf_rows(part, entry.heads) for part in entry.quantizer.parts())
+    )
 
 
 def check_gguf(source: Source, plan: GGUFPlan, folder: Path, shown: Path) -> None:
@@ -264,3 +266,16 @@ def _note(entry: Entry) -> str:
     if entry.kind == "Q4_1" and entry.spec.codebook == "balanced":
         return f"codes and scales exact, offset {entry.spec.lowest}·scale rounded to fp16"
     return "codes, scales and offsets exact" if entry.spec.offset else "codes and scales exact"
+
+
+def stored_bits(plan: GGUFPlan) -> float:
+    """Bits per quantised weight in the file, including those that became F16; of all matrices if none is quantised."""
+    mine = [e for e in plan.entries if e.quantizer] or [e for e in plan.entries if len(e.shape) > 1]
+    return 8 * sum(entry.bytes for entry in mine) / sum(entry.shape[0] * entry.shape[1] for entry in mine)
+
+
+def inexact(source: Source, plan: GGUFPlan) -> str:
+    """What a GGUF export of a student rounds, for the user."""
+    notes = {f"{line['class']} {line['quantiser']}": line["note"] for line in summary(source, plan)}
+    rounded = [f"{what}: {note}" for what, note in notes.items() if "rounded" in note]
+    return "; ".join(rounded) if rounded else "everything exact"

@@ -36,7 +36,7 @@ from qat_lora.export.gguf_blocks import (
     unpack_ternary,
     unplanes,
 )
-from qat_lora.quant.linear import Parts
+from qat_lora.quant.linear import StoredWeight
 from qat_lora.quant.spec import QuantSpec
 
 
@@ -179,7 +179,7 @@ class Held(NamedTuple):
     offset: np.ndarray | None
 
 
-def held(kind: str, spec: QuantSpec, parts: Parts) -> Held:
+def held(kind: str, spec: QuantSpec, parts: StoredWeight) -> Held:
     """What `kind` holds of a weight: its codes, scales and offsets as they are, except that Q4_1 rounds the offset of a
     codebook that has none to fp16."""
     there, columns = TYPES[kind], parts.codes.shape[1]
@@ -195,7 +195,7 @@ def _each(part: np.ndarray | None, groups: int) -> np.ndarray | None:
     return None if part is None else np.repeat(part, groups // part.shape[1], axis=1)
 
 
-def encode(kind: str, spec: QuantSpec, parts: Parts) -> np.ndarray:
+def encode(kind: str, spec: QuantSpec, parts: StoredWeight) -> np.ndarray:
     """A weight as bytes: uint8 [out, bytes of a row]. A scale is repeated in each block and group that it is for."""
     there, (rows, columns) = TYPES[kind], parts.codes.shape
     blocks = rows * columns // there.weights
@@ -244,7 +244,7 @@ def _unpacked(kind: str, body: np.ndarray) -> np.ndarray:
 
 
 # -- k-quants --------------------------------------------------------------------------------------------------------
-def _super_blocks(kind: str, spec: QuantSpec, parts: Parts) -> np.ndarray:
+def _super_blocks(kind: str, spec: QuantSpec, parts: StoredWeight) -> np.ndarray:
     """The blocks [blocks, bytes] of a k-quant."""
     there, columns = TYPES[kind], parts.codes.shape[1]
 

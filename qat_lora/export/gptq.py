@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from qat_lora.errors import UserError
 from qat_lora.export.packed import Layout, from_words, words
 from qat_lora.models.architecture import decoder_layers
-from qat_lora.quant.linear import Parts
+from qat_lora.quant.linear import StoredWeight
 from qat_lora.quant.spec import QuantSpec
 
 
@@ -32,7 +32,7 @@ def _misfit(spec: QuantSpec, shape: tuple[int, int]) -> str | None:
     return f"{shape} is not divisible by 32" if shape[0] % 32 or shape[1] % 32 else None
 
 
-def _tensors(parts: Parts, spec: QuantSpec) -> dict[str, Tensor]:
+def _tensors(parts: StoredWeight, spec: QuantSpec) -> dict[str, Tensor]:
     (out, columns), groups = parts.codes.shape, parts.scale.shape[1]
     zeros = np.full((groups, out), _zero(spec) - 1, np.uint8)
     return {
@@ -43,10 +43,10 @@ def _tensors(parts: Parts, spec: QuantSpec) -> dict[str, Tensor]:
     }
 
 
-def _parts(tensors: dict[str, Tensor], spec: QuantSpec) -> Parts:
+def _parts(tensors: dict[str, Tensor], spec: QuantSpec) -> StoredWeight:
     zeros = from_words(tensors["qzeros"], spec.bits).astype(np.int16) + 1
     shifted = from_words(tensors["qweight"].T, spec.bits) - zeros.T[:, tensors["g_idx"].long().numpy()] + _zero(spec)
-    return Parts(shifted.astype(np.uint8), np.ascontiguousarray(tensors["scales"].float().numpy().T))
+    return StoredWeight(shifted.astype(np.uint8), np.ascontiguousarray(tensors["scales"].float().numpy().T))
 
 
 def _config(kinds: dict[str, QuantSpec], student: nn.Module, name: str) -> dict:

@@ -15,7 +15,7 @@ from qat_lora.errors import UserError
 from qat_lora.export.packed import Layout, each, from_words, words
 from qat_lora.export.source import Source
 from qat_lora.models.architecture import decoder_layers
-from qat_lora.quant.linear import Parts
+from qat_lora.quant.linear import StoredWeight
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.run.files import write_json
 
@@ -36,12 +36,12 @@ def _misfit(spec: QuantSpec, shape: tuple[int, int]) -> str | None:
     return None if _group(spec, shape[1]) else "its groups are of 32, 64 or 128"
 
 
-def _tensors(parts: Parts, spec: QuantSpec) -> dict[str, Tensor]:
+def _tensors(parts: StoredWeight, spec: QuantSpec) -> dict[str, Tensor]:
     groups = parts.codes.shape[1] // _group(spec, parts.codes.shape[1])
     scale = each(parts.scale, groups)
     bias = scale * np.float32(spec.lowest) if parts.offset is None else each(parts.offset, groups)
-    halves = np.array_equal(bias.astype(np.float16), bias) and not spec.narrow
-    kind = np.float16 if halves else np.float32
+    rounds = spec.narrow or spec.codebook == "balanced"  # products that fp16 does not hold
+    kind = np.float32 if rounds else np.float16
     return {
         "weight": words(parts.codes, spec.bits).view(torch.uint32),
         "scales": torch.from_numpy(scale.astype(kind)),
@@ -49,9 +49,9 @@ def _tensors(parts: Parts, spec: QuantSpec) -> dict[str, Tensor]:
     }
 
 
-def _parts(tensors: dict[str, Tensor], spec: QuantSpec) -> Parts:
+def _parts(tensors: dict[str, Tensor], spec: QuantSpec) -> StoredWeight:
     scale, bias = (tensors[name].float().numpy() for name in ("scales", "biases"))
-    return Parts(from_words(tensors["weight"].view(torch.int32), spec.bits), scale, bias)
+    return StoredWeight(from_words(tensors["weight"].view(torch.int32), spec.bits), scale, bias)
 
 
 def _config(kinds: dict[str, QuantSpec], student: nn.Module) -> dict:

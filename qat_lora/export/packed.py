@@ -18,7 +18,7 @@ from qat_lora.export.source import Source
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import load_tokenizer, plain_state
 from qat_lora.models.writing import differs
-from qat_lora.quant.linear import ExpertWeight, Parts, Quantizer, quantized_layers
+from qat_lora.quant.linear import ExpertWeight, Quantizer, StoredWeight, quantized_layers
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import pack_codes, unpack_codes
 from qat_lora.run.files import read_json, write_json, writing
@@ -38,8 +38,8 @@ class Layout:
 
     name: str
     misfit: Callable[[QuantSpec, tuple[int, int]], str | None]
-    tensors: Callable[[Parts, QuantSpec], dict[str, Tensor]]
-    parts: Callable[[dict[str, Tensor], QuantSpec], Parts]
+    tensors: Callable[[StoredWeight, QuantSpec], dict[str, Tensor]]
+    parts: Callable[[dict[str, Tensor], QuantSpec], StoredWeight]
     config: Callable[[dict[str, QuantSpec], nn.Module], dict]
     adapter: Callable[[Source, Path, Path], None] = lambda source, folder, shown: write_adapter(source, folder, shown)
     tables: bool = False
@@ -55,13 +55,17 @@ class PackedPlan:
 
     def bytes(self) -> int:
         """Bytes of all tensors, without the few kB of headers."""
-        mine = sum(t.nbytes for quantizer in self.layers.values() for t in self.tensors(quantizer).values())
-        return mine + sum(value.numel() * value.element_size() for value in self.plain.values())
+        return self._packed_bytes() + sum(value.numel() * value.element_size() for value in self.plain.values())
 
     def bits(self) -> float:
         """Bits per quantised weight in the file."""
-        weights = sum(quantizer.codes.numel() for quantizer in self.layers.values())
-        return 8 * sum(t.nbytes for q in self.layers.values() for t in self.tensors(q).values()) / weights
+        return 8 * self._packed_bytes() / sum(quantizer.codes.numel() for quantizer in self.layers.values())
+
+    def _packed_bytes(self) -> int:
+        kinds = {name: (quantizer.spec, quantizer.shape) for name, quantizer in self.layers.items()}
+        one_of = dict(zip(kinds.values(), self.layers.values()))  # packing takes seconds, and shapes repeat
+        sizes = {kind: sum(t.nbytes for t in self.tensors(quantizer).values()) for kind, quantizer in one_of.items()}
+        return sum(sizes[kind] for kind in kinds.values())
 
     def tensors(self, quantizer: Quantizer) -> dict[str, Tensor]:
         return self.layout.tensors(quantizer.parts(), quantizer.spec)
@@ -167,11 +171,13 @@ def check_packed(plan: PackedPlan, folder: Path, shown: Path) -> None:
                 raise differs(shown / FILE, name)
             tensors = {suffix: file.get_tensor(f"{name}.{suffix}") for suffix in suffixes}
             found = plan.layout.parts(tensors, quantizer.spec)
-            groups = found.scale.shape[1] // wanted.scale.shape[1]
-            offset = None if wanted.offset is None else np.repeat(wanted.offset, groups, 1)
-            same = np.array_equal(found.codes, wanted.codes)
-            same &= np.array_equal(found.scale, np.repeat(wanted.scale, groups, 1))
-            if not same or (offset is not None and not np.array_equal(found.offset, offset)):
+            scale = each(wanted.scale, found.scale.shape[1])
+            same = np.array_equal(found.codes, wanted.codes) and np.array_equal(found.scale, scale)
+            if found.offset is not None:
+                implied = scale * np.float32(quantizer.spec.lowest)
+                offset = implied if wanted.offset is None else each(wanted.offset, scale.shape[1])
+                same = same and np.array_equal(found.offset, offset)
+            if not same:
                 raise differs(shown / FILE, name)
 
 

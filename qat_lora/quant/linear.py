@@ -23,7 +23,7 @@ from qat_lora.quant.spec import Levels, QuantSpec
 SMALLEST_SCALE = 2.0**-23
 
 
-class Parts(NamedTuple):
+class StoredWeight(NamedTuple):
     """A frozen weight [out, in] as a file stores it: codes uint8 [out, in]; scale and offset fp32 [out, groups], which
     are integers int16 [out, groups] times factors fp32 [out, blocks] if they are narrow."""
 
@@ -147,7 +147,7 @@ class Quantizer(nn.Module):
         return self.spec.code_bits(math.prod(self.shape)) + scales
 
     @torch.no_grad()
-    def parts(self) -> Parts:
+    def parts(self) -> StoredWeight:
         """What a file stores of the frozen weight [out, in]; not for low-rank scales and experts."""
         matrices = {"scale": self.scale_matrix(), "offset": self.offset_matrix()}
         if self.spec.narrow:
@@ -161,7 +161,7 @@ class Quantizer(nn.Module):
             name: value.squeeze(2).repeat_interleave(rows // len(value), 0).numpy()
             for name, value in matrices.items() if value is not None
         }  # fmt: skip
-        return Parts(self.codes.numpy(), **found)
+        return StoredWeight(self.codes.numpy(), **found)
 
     def expanded(self, values: Tensor) -> Tensor:
         """A scale or offset for each weight, in the weight's shape."""

@@ -353,7 +353,7 @@ def thaw(student: nn.Module) -> nn.Module:
 def load_base(name: str, quantizer: str, whole: bool) -> nn.Module:
     """The model with its linear layers quantised and frozen, unless `quantizer` is "none"; without values if not
     `whole`."""
-    if not QuantSpec.parse(quantizer):
+    if not QuantSpec.alternatives(quantizer):
         return load_model(name) if whole else empty_model(name)
     spec = base_spec(quantizer)
     if not whole:

@@ -13,6 +13,7 @@ from qat_lora.export import compressed_tensors, mlx
 from qat_lora.export.gptq import AUTOROUND, GPTQ
 from qat_lora.export.packed import FILE, check_packed, plan_packed, write_packed
 from qat_lora.export.source import load_source
+from qat_lora.export.targets import every_format
 from qat_lora.quant.student import StudentSpec, save_student
 
 SHAPE = {
@@ -109,3 +110,10 @@ def test_mlx_packs_the_embedding_that_a_quantised_head_is_tied_to(source, tmp_pa
     write_packed(made, plan, tmp_path, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())["quantization"]
     assert config["model.embed_tokens"] == {"group_size": 64, "bits": 8} and config["bits"] == 4
+
+
+def test_a_dry_run_says_what_every_format_holds(source):
+    said = dict(line.split(": ", 1) for line in every_format(source("int2/g64+offset")))
+    assert said.keys() == {"hf", "gguf", "compressed-tensors", "gptq", "autoround", "mlx"}
+    assert "2.500 bits" in said["mlx"] and "5.000 bits" in said["gguf"]
+    assert all(said[name].startswith("no: ") for name in ("compressed-tensors", "gptq", "autoround"))

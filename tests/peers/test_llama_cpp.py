@@ -58,17 +58,19 @@ def student(tmp_path_factory):
     return make
 
 
-def rounded(x):
-    """Activations rounded as in llama.cpp: in blocks of 32, with 127 steps up to the largest."""
-    blocks = x.reshape(*x.shape[:-1], -1, 32)
+def rounded(x, size=32):
+    """Activations rounded as in llama.cpp: in blocks of 32 with an fp16 step, or of 256 with an fp32 step, and 127 steps
+    up to the largest."""
+    blocks = x.reshape(*x.shape[:-1], -1, size)
     step = blocks.abs().amax(-1, keepdim=True) / 127
-    return ((blocks / step.clamp(min=1e-30)).round() * step.half().float()).view_as(x)
+    used = step.half().float() if size == 32 else step
+    return ((blocks / step.clamp(min=1e-30)).round() * used).view_as(x)
 
 
-def round_inputs(model):
+def round_inputs(model, size=32):
     """Round the inputs of every quantised layer of a student in this way."""
     for layer in quantized_layers(model).values():
-        layer.register_forward_pre_hook(lambda layer, args: (rounded(args[0]),))
+        layer.register_forward_pre_hook(lambda layer, args: (rounded(args[0], size),))
     return model
 
 
@@ -204,23 +206,40 @@ def test_logits_of_every_architecture_and_type(tiny, tmp_path, kind, layout, ada
     """RMS of the difference in units of the logits' standard deviation; a wrong row order makes it about 1."""
     spec, near = LAYOUTS[layout]
     tokens = torch.arange(3, 67)
-    ours, theirs, alone, kinds = both_logits(str(tiny(kind)), spec, tmp_path, adapted, tokens, layout != "F16")
+    ours, theirs, alone, kinds = both_logits(
+        str(tiny(kind)), spec, tmp_path, adapted, tokens, 0 if layout == "F16" else 32
+    )
     far = distance(theirs, ours, ours)
     print(f"\n{kind} {layout} adapter {adapted}: {far:.5f}", flush=True)
     assert kinds == {layout} and far < near
     assert not adapted or (alone - ours).std() > 0.3 * ours.std()
 
 
-def both_logits(name, spec, tmp_path, adapted, tokens, rounds=False, search=True):
+WIDE = SHAPE | {"hidden_size": 256, "intermediate_size": 512}
+BLOCKS = {f"Q{bits}_K": f"q{bits}_k" for bits in range(2, 7)} | dict.fromkeys(("TQ1_0", "TQ2_0"), "ternary/g256")
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_logits_of_types_with_blocks_of_256(full_model_dir, tmp_path, kind):
+    config = tf.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, **WIDE)
+    name, tokens = str(full_model_dir(tf.AutoModelForCausalLM.from_config(config))), torch.arange(3, 67)
+    spec = StudentSpec(BLOCKS[kind], BLOCKS[kind])
+    ours, theirs, _, kinds = both_logits(name, spec, tmp_path, False, tokens, 256, wanted=kind)
+    far = distance(theirs, ours, ours)
+    print(f"\nllama {kind}: {far:.5f}", flush=True)
+    assert kinds == {kind} and far < 5e-2
+
+
+def both_logits(name, spec, tmp_path, adapted, tokens, rounds=0, search=True, wanted="auto"):
     """Logits of a student, ours and llama.cpp's, and ours without the adapter; and the types of its export. rounds:
-    round the inputs as llama.cpp does; search: as in `initialise`."""
+    round the inputs as llama.cpp does, in blocks of so many; search: as in `initialise`."""
     model = quantize(load_model(name), spec)
     initialise(model, search=search)
     save_student(tmp_path / "best.pt", model, name, spec, {})
     adapter = random_adapter(tmp_path / "adapter", name, 0.2) if adapted else None
-    folder, kinds = exported(tmp_path, "gguf", adapter)
+    folder, kinds = exported(tmp_path, "gguf", adapter, wanted)
     model = load_student(tmp_path / "best.pt")[0]
-    model = round_inputs(model) if rounds else model
+    model = round_inputs(model, rounds) if rounds else model
     alone = logits_of(model, tokens)
     ours = logits_of(load_adapter(model, adapter), tokens) if adapted else alone
     theirs = their_logits(folder, tokens, **({"lora_path": str(folder / ADAPTER_FILE)} if adapted else {}))
