@@ -59,8 +59,8 @@ def student(tmp_path_factory):
 
 
 def rounded(x, size=32):
-    """Activations rounded as in llama.cpp: in blocks of 32 with an fp16 step, or of 256 with an fp32 step, and 127 steps
-    up to the largest."""
+    """Activations rounded as in llama.cpp: in blocks of 32 with an fp16 step, or of 256 with an fp32 step, with 127
+    steps up to the largest."""
     blocks = x.reshape(*x.shape[:-1], -1, size)
     step = blocks.abs().amax(-1, keepdim=True) / 127
     used = step.half().float() if size == 32 else step
