@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from qat_lora.errors import UserError
 from qat_lora.export import gguf
 from qat_lora.export.card import licence
+from qat_lora.export.targets import LAYOUTS
 from qat_lora.lora.adapter import write_origin
 from qat_lora.models.loading import load_model
 from qat_lora.quant.init import initialise
@@ -118,10 +119,12 @@ def test_hf_folder(export, files, tmp_path, kind):
 
 @pytest.mark.parametrize("flags", [["--format", "hf"], ["--format", "gguf"], ["--gguf-type", "F16"]])
 def test_dry_run_prints_the_size_and_writes_nothing(export, tmp_path, flags):
-    plan = export(*flags, "--dry-run")
+    said = export(*flags, "--dry-run")
+    plan, formats = said[: said.index("")], said[said.index("") + 2 :]
     assert names(tmp_path) == []
     assert plan == export(*flags)[: len(plan)]
     assert re.search(r"[\d.]+ MB", plan[-1])
+    assert [line.split(":")[0].strip() for line in formats] == ["hf", "gguf", *LAYOUTS]
 
 
 def test_the_output_folder_may_be_empty_or_deeply_nested(export, tmp_path):

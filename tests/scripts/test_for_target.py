@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from records import lines, summary
 from small import CACHE, CPU
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -14,6 +15,7 @@ SHAPE = {
     "num_key_value_heads": 2, "max_position_embeddings": 128,
 }  # fmt: skip
 SHORT = [*CPU, *["--max-steps", "3", "--batch-size", "4", "--eval-rows", "8", "--log-every", "1", "--seed", "1"]]
+BLOCKS = ["--layer-steps", 1, "--layer-rows", 8]  # so that every student is a trained one
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +24,7 @@ def model(tiny_tokenizer, tmp_path_factory):
 
     def make(kind: str):
         folder = tmp_path_factory.mktemp(kind)
+        torch.manual_seed(0)
         config = AutoConfig.for_model(kind, **SHAPE, vocab_size=len(tiny_tokenizer))
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         tiny_tokenizer.save_pretrained(folder)
@@ -45,7 +48,7 @@ def llama(model, run):
 def test_a_student_of_a_target_is_trained_and_exported_exactly(llama, run, tmp_path, capsys, target, bits, kinds):
     _, cache = llama
     flags = ["--cache-dir", cache, "--target", target, "--bits", bits, "--output-dir", tmp_path / "run", *SHORT]
-    run("train_qat", *flags, "--init", "gptq", "--layer-rows", 8, "--layer-steps", 1)
+    run("train_qat", *flags, *BLOCKS, "--init", "gptq")
     said = capsys.readouterr().out
     assert f"target {target}: " in said and summary(tmp_path / "run")["status"] == "finished"
     losses = [line["loss"] for line in lines(tmp_path / "run") if line["stage"] == "qat" and "loss" in line]
@@ -61,7 +64,7 @@ def test_a_student_of_a_target_is_trained_and_exported_exactly(llama, run, tmp_p
 
 def test_the_chosen_quantisers_are_resumed_and_recovered(llama, run, tmp_path):
     _, cache = llama
-    flags = ["--cache-dir", cache, "--target", "llama.cpp", "--bits", 2, *SHORT, "--save-every", 1]
+    flags = ["--cache-dir", cache, "--target", "llama.cpp", "--bits", 2, *SHORT, *BLOCKS, "--save-every", 1]
     run("train_qat", *flags, "--output-dir", tmp_path / "whole")
     run("train_qat", *flags, "--output-dir", tmp_path / "parts", "--max-steps", 3)
     run("train_qat", "--resume", tmp_path / "parts", "--max-steps", 5)
