@@ -49,8 +49,9 @@ def cases(size: str, device: torch.device) -> dict[str, tuple[float, Callable[[]
     def quantised(text: str, dtype: torch.dtype) -> Callable:
         spec = QuantSpec.parse(text)
         quantizer = Quantizer(spec, out, wide).to(device)
-        for p in quantizer.parameters():
-            p.data.copy_(draw(*p.shape).abs() / spec.largest + 0.1)
+        for name, p in quantizer.named_parameters():
+            value = draw(*p.shape).abs() / spec.largest + 0.1
+            p.data.copy_(-value if name == "offset" else value)
 
         def run() -> list[Tensor]:
             latent = weight.clone().requires_grad_()
