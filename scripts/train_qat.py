@@ -53,7 +53,7 @@ class Config(TrainOptions, JobConfig):
     target: Literal[*HELD] | None = opt.quantiser(
         None, "reader to train for: picks --mlp and --attn, layer by layer, from what it holds exactly at --bits"
     )
-    bits: int = opt.quantiser(4, "bits of a weight for --target", at_least=2, at_most=8)
+    bits: int | None = opt.quantiser(None, "bits of a weight for --target [4]", at_least=2, at_most=8)
     head: str = opt.quantiser("none", "quantiser of the LM head and of an embedding tied to it")
     init: Literal["rtn", "mse", "gptq"] = opt.quantiser(
         "mse",
@@ -218,8 +218,12 @@ def with_model(cfg: Config) -> Config:
 def for_target(cfg: Config) -> Config:
     """The options with the quantisers of --target."""
     if not cfg.target:
+        if cfg.bits:
+            raise UserError(
+                f"--bits {cfg.bits} is for a --target; give one, or a quantiser such as --mlp int{cfg.bits}/g32"
+            )
         return cfg
-    found = picked(cfg.target, cfg.bits)
+    found = picked(cfg.target, cfg.bits or 4)
     for name in ("mlp", "attn"):
         if (given := getattr(cfg, name)) not in (found, getattr(Config, name)):
             raise UserError(f"--target {cfg.target} picks --{name}; leave out --{name} {given}, or --target")
