@@ -1,7 +1,7 @@
 """The bodies of GGUF's blocks: how integers lie in bytes. Arrays are [blocks, weights] or [blocks, groups], uint8.
 
 A run of "planes" is one byte for each of n weights with the bits of weight j, j + n, j + 2n, …, the lowest bits first.
-Every function has an inverse, `unpack` of what `pack` gives. docs/formats.md describes each type in full.
+Every function has an inverse, `unpack` of what `pack` gives. The layouts are those of llama.cpp's ggml-common.h.
 """
 
 import numpy as np

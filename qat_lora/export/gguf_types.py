@@ -36,7 +36,7 @@ from qat_lora.export.gguf_blocks import (
     unpack_ternary,
     unplanes,
 )
-from qat_lora.quant.linear import StoredWeight
+from qat_lora.quant.linear import StoredWeight, each
 from qat_lora.quant.spec import QuantSpec
 
 
@@ -183,16 +183,12 @@ def held(kind: str, spec: QuantSpec, parts: StoredWeight) -> Held:
     """What `kind` holds of a weight: its codes, scales and offsets as they are, except that Q4_1 rounds the offset of a
     codebook that has none to fp16."""
     there, columns = TYPES[kind], parts.codes.shape[1]
-    scale, offset = (_each(part, columns // (there.group or there.weights)) for part in (parts.scale, parts.offset))
+    groups = columns // (there.group or there.weights)
+    scale, offset = each(parts.scale, groups), None if parts.offset is None else each(parts.offset, groups)
     how = None if there.bits else coding(spec, kind)
     if how and how.lowest is not None and offset is None:
         offset = (scale * np.float32(how.lowest)).astype(np.float16).astype(np.float32)
     return Held(parts.codes, scale, offset)
-
-
-def _each(part: np.ndarray | None, groups: int) -> np.ndarray | None:
-    """One value for each of `groups` groups of a row, from fewer values [out, n]."""
-    return None if part is None else np.repeat(part, groups // part.shape[1], axis=1)
 
 
 def encode(kind: str, spec: QuantSpec, parts: StoredWeight) -> np.ndarray:
@@ -249,7 +245,7 @@ def _super_blocks(kind: str, spec: QuantSpec, parts: StoredWeight) -> np.ndarray
     there, columns = TYPES[kind], parts.codes.shape[1]
 
     def whole(part: np.ndarray, size: int) -> np.ndarray:
-        return _each(part, columns // size).reshape(-1, there.weights // size)
+        return each(part, columns // size).reshape(-1, there.weights // size)
 
     def factor(part: np.ndarray) -> np.ndarray:
         return whole(part, there.weights).astype("<f2").view(np.uint8)

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from qat_lora.errors import UserError
-from qat_lora.export.packed import Layout, each, from_words, words
+from qat_lora.export.packed import Layout, from_words, words
 from qat_lora.export.source import Source
 from qat_lora.models.architecture import decoder_layers
-from qat_lora.quant.linear import StoredWeight
+from qat_lora.quant.linear import StoredWeight, each
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.run.files import write_json
 

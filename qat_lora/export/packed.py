@@ -18,7 +18,7 @@ from qat_lora.export.source import Source
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import load_tokenizer, plain_state
 from qat_lora.models.writing import differs
-from qat_lora.quant.linear import ExpertWeight, Quantizer, StoredWeight, quantized_layers
+from qat_lora.quant.linear import ExpertWeight, Quantizer, StoredWeight, each, quantized_layers
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import pack_codes, unpack_codes
 from qat_lora.run.files import read_json, write_json, writing
@@ -41,7 +41,7 @@ class Layout:
     tensors: Callable[[StoredWeight, QuantSpec], dict[str, Tensor]]
     parts: Callable[[dict[str, Tensor], QuantSpec], StoredWeight]
     config: Callable[[dict[str, QuantSpec], nn.Module], dict]
-    adapter: Callable[[Source, Path, Path], None] = lambda source, folder, shown: write_adapter(source, folder, shown)
+    adapter: Callable[[Source, Path, Path], None] = write_adapter
     tables: bool = False
 
 
@@ -192,8 +192,3 @@ def from_words(packed: Tensor, bits: int) -> np.ndarray:
     """The inverse of `words`: uint8 [rows, columns]."""
     shape = (len(packed), packed.shape[1] * 32 // bits)
     return unpack_codes(packed.contiguous().view(torch.uint8).view(-1), bits, shape).numpy()
-
-
-def each(part: np.ndarray, groups: int) -> np.ndarray:
-    """One value for each of `groups` groups of a row, from fewer values [out, n]."""
-    return np.repeat(part, groups // part.shape[1], axis=1)

@@ -34,10 +34,9 @@ def check_target(target: str, name: str, student: nn.Module) -> str:
                 )
             kinds[f"{spec} as {kind}"] += 1
     else:
-        layers = packed_layers(student, LAYOUTS[FORMATS[target]]) if target != "hf" else {
-            layer: found.quantizer for layer, found in quantized_layers(student).items()
-        }  # fmt: skip
-        kinds.update(str(quantizer.spec) for quantizer in layers.values())
+        if target != "hf":  # which holds everything
+            packed_layers(student, LAYOUTS[FORMATS[target]])
+        kinds.update(str(layer.quantizer.spec) for layer in quantized_layers(student).values())
     return f"target {target}: " + ", ".join(f"{count} layers {kind}" for kind, count in kinds.items())
 
 

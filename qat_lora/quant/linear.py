@@ -36,6 +36,11 @@ class StoredWeight(NamedTuple):
     offset_factor: np.ndarray | None = None
 
 
+def each(part: np.ndarray, groups: int) -> np.ndarray:
+    """One value for each of `groups` groups of a row, from fewer values [out, n]."""
+    return np.repeat(part, groups // part.shape[1], axis=1)
+
+
 class Quantizer(nn.Module):
     """The learned scale and offset of a weight [out, in] or of stacked expert weights [experts, out, in] and, once
     frozen, the codes.

@@ -185,7 +185,7 @@ class QuantSpec:
         return 8 * -(-weights // 5) if self.codebook == "ternary" else weights * self.bits
 
 
-def fitting(text: str, name: str, shape: tuple[int, ...]) -> QuantSpec | None:
+def first_fitting(text: str, name: str, shape: tuple[int, ...]) -> QuantSpec | None:
     """The first of the alternatives in `text` that fits the weight `name` of a shape [..., out, in]; None for "none".
     Raises UserError if none fits."""
     error = None

@@ -30,7 +30,7 @@ from qat_lora.quant.linear import (
     rows_of,
     show_quantized,
 )
-from qat_lora.quant.spec import QuantSpec, fitting
+from qat_lora.quant.spec import QuantSpec, first_fitting
 from qat_lora.run.files import write_atomically
 
 FORMAT = "qat_lora.student.2"
@@ -70,7 +70,7 @@ def quantize(model: nn.Module, spec: StudentSpec) -> nn.Module:
         experts: dict[nn.Module, dict] = {}
         for matrix in list(matrices(block)):
             name = f"{matrix.path}.{matrix.name}".removesuffix(".weight")
-            kind = fitting(spec.mlp if matrix.part == "mlp" else spec.attn, name, matrix.shape)
+            kind = first_fitting(spec.mlp if matrix.part == "mlp" else spec.attn, name, matrix.shape)
             if kind is None:
                 continue
             if matrix.is_experts:
@@ -92,7 +92,7 @@ def quantize(model: nn.Module, spec: StudentSpec) -> nn.Module:
 
 def _quantize_head(base: nn.Module, text: str) -> None:
     head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
-    kind = fitting(text, "lm_head", (head.out_features, head.in_features)) if text != "none" else None
+    kind = first_fitting(text, "lm_head", (head.out_features, head.in_features)) if text != "none" else None
     if kind is None:
         return
     tied, head = embedding.weight is head.weight, QuantLinear(head, kind)
