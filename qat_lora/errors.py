@@ -116,8 +116,9 @@ def ignore_sigterm() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def load_package(name: str, what: str, otherwise: str = "") -> ModuleType:
-    """Import a package that only `what` (an option or a task) needs. otherwise: what to do without the package.
+def load_package(name: str, what: str, otherwise: str = "", install: str = "") -> ModuleType:
+    """Import a package that only `what` (an option or a task) needs. otherwise: what to do without the package. install: its
+    name for pip, if that is another.
 
     Raises UserError naming `what` and the package, whatever the import raises: a broken installation may even raise
     SystemExit.
@@ -128,10 +129,11 @@ def load_package(name: str, what: str, otherwise: str = "") -> ModuleType:
     except STOPS:
         raise
     except BaseException as error:
-        reason, fix = first_line(error), f"pip install {package}"
+        install = install or package
+        reason, fix = first_line(error), f"pip install {install}"
         if not (isinstance(error, ModuleNotFoundError) and error.name == package):
             reason = f"{package} cannot be imported ({type(error).__name__}: {reason})"
-            fix = f"pip install --force-reinstall {package}"
+            fix = f"pip install --force-reinstall {install}"
         raise UserError(f"{what}: {reason}; {fix}{otherwise}") from error
 
 

@@ -214,7 +214,7 @@ def check_source(name: str) -> None:
             "another folder, then give just the model, or also that folder as --adapter"
         )
     config = config_json(name)
-    if method := _quantisation_method(name, config):
+    if method := stored_quantised(name):
         raise UserError(
             f"model {name!r} is stored quantised ({method}) and cannot be loaded in full precision; give its bf16, "
             "fp16 or fp32 version"
@@ -235,9 +235,10 @@ def check_source(name: str) -> None:
     )
 
 
-def _quantisation_method(name: str, config: dict) -> str | None:
+def stored_quantised(name: str) -> str | None:
     """The method by which a model's weights are quantised, or the key or file that shows that they are; None if they
     are not. Of a hub model, only config.json is looked at."""
+    config = config_json(name)
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         for key in ("quantization_config", "compression_config", "quantization"):
             if held := part.get(key):
