@@ -13,12 +13,14 @@ the exact KL(teacher‖student) are measured on the rest and on --other-dataset,
   torchao         its QAT: scales from the largest weight, recomputed at every step; from the same cached targets
   torchao-text    the same from the text alone, with cross-entropy, as torchao documents it
   ours            GPTQ and layer-wise, end to end, recovery LoRA: one row per stage
+  llama.cpp       its own quantiser on the same grid, with and without an importance matrix of the calibration rows
   ranks           adapters on `ours` before its LoRA: ranks 4 to 32 with about equally many values, on different layers
 
 All methods that train see the same number of tokens of the same rows. Those run by train_qat.py use its optimiser, the
 others plain AdamW. Adapters (rank 4 except in `ranks`) count at 16 bits per value.
 """
 
+import ctypes
 import hashlib
 import json
 import subprocess
@@ -30,21 +32,26 @@ from pathlib import Path
 import torch
 from quality_bench import ADAPTER_RATE, BATCH, Bench
 from quality_report import write_report
-from torch import nn
+from torch import Tensor, nn
 
 from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.data.options import TextSource
 from qat_lora.data.packing import Rows, fingerprint, given_token, stream, tokenizer_fingerprint, window_starts, windowed
-from qat_lora.errors import UserError
+from qat_lora.errors import UserError, load_package
+from qat_lora.export.gguf import MODEL_FILE, plan_gguf, write_gguf
+from qat_lora.export.gguf_file import tensor_names
+from qat_lora.export.gguf_types import TYPES, fitting
+from qat_lora.export.source import load_source
 from qat_lora.hosts.revision import revision
 from qat_lora.kd.cache import CacheSpec, edges, write_cache
 from qat_lora.kd.training import kd_loss
 from qat_lora.lora.add import add_adapter, nearest_of_rank
 from qat_lora.lora.targets import PROJECTIONS
+from qat_lora.models.architecture import hidden_states
 from qat_lora.models.loading import EMBEDDED, empty_model, load_config, load_model
 from qat_lora.models.packaged import CHOICES, notes
-from qat_lora.quant.init import initialise
-from qat_lora.quant.linear import freeze, parameter_groups, quantized_layers
+from qat_lora.quant.init import initialise, input_moments
+from qat_lora.quant.linear import freeze, full_precision, parameter_groups, quantized_layers
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import StudentSpec, freeze_plain_tables, quantize
 from qat_lora.run.command_line import run_script
@@ -53,7 +60,7 @@ from qat_lora.run.options import ScriptConfig, option
 from qat_lora.train.evaluation import text_figures, windows
 from qat_lora.train.losses import text_loss
 
-METHODS = ("rtn", "mse", "gptq", "loftq", "torchao", "torchao-text", "ours", "ranks")
+METHODS = ("rtn", "mse", "gptq", "loftq", "torchao", "torchao-text", "ours", "ranks", "llama.cpp")
 LENGTH, WINDOW, RANK = 256, 512, 4
 STAGES = 24  # in `ours`, 1/24 of the updates are layer-wise
 STAGE_FILES = (  # of `ours`: each stage, the student after it, and the file that is written when the stage ends
@@ -68,7 +75,7 @@ class Config(TextSource, ScriptConfig):
     model: str = option(EMBEDDED, f"model to quantise, which is also the teacher: {CHOICES}")
     other_dataset: str | None = option(None, "a text of another kind, used for measuring only")
     grids: str = option("int2/g64,int2/g32,int4/g32,int4/g96", "quantisers of MLP and attention, to compare")
-    methods: str = option(",".join(METHODS), "methods to compare")
+    methods: str = option(",".join(METHODS[:-1]), "methods to compare")
     seeds: str = option("0,1", "seeds for the order of the rows")
     steps: int = option(488, "updates of 4×256 tokens at 2 bits (by default half a million tokens)")
     steps_4bit: int = option(96, "updates at 4 bits")
@@ -196,7 +203,7 @@ def run_cell(cfg: Config, backend: TorchBackend, out: Path) -> None:
     backend.seed(bench.seed)
     trained = {
         "loftq": loftq, "torchao": torchao, "torchao-text": torchao, "ours": ours,
-        "ranks": ranks,
+        "ranks": ranks, "llama.cpp": llama_cpp,
     }  # fmt: skip
     rows = trained.get(bench.method, no_training)(bench)
     with (out / "results.jsonl").open("a") as file:
@@ -275,6 +282,46 @@ def ranks(bench: Bench) -> list[dict]:
         stage = f"{rank} on {' '.join(targets)}, from {init}"
         rows.append(bench.measure(model, stage, time.monotonic() - began, summary["peak_memory_mb"]))
     return rows
+
+
+def llama_cpp(bench: Bench) -> list[dict]:
+    kind = fitting(QuantSpec.parse(bench.grid), 256)[0]
+    student, rows = quantize(bench.base(), bench.spec), bench.calibration()
+
+    def forward():
+        with full_precision(student):
+            hidden_states(student, rows)
+
+    moments = input_moments(student, forward)
+    del student
+    whole = bench.folder / "whole"
+    if not whole.exists():
+        source = load_source(None, None, bench.cfg.model)
+        whole.mkdir()
+        write_gguf(source, plan_gguf(source), whole, whole)
+        del source
+    found = []
+    for stage, importance in (("plain", {}), ("importance matrix", moments)):
+        file = bench.folder / f"{kind}-{stage}.gguf"
+        quantise_gguf(bench.cfg.model, whole / MODEL_FILE, file, kind, importance)
+        found.append(bench.measure(load_model(str(file)), stage, bench.seconds(), bench.backend.peak_memory_mb()))
+    return found
+
+
+def quantise_gguf(name: str, source: Path, target: Path, kind: str, importance: dict[str, Tensor]) -> None:
+    """Quantise the F16 file of a model to one GGUF type with llama.cpp, its embedding apart. importance: the mean
+    square of each input of a layer, by its name."""
+    llama = load_package("llama_cpp", "--methods llama.cpp", ", or leave it out", "llama-cpp-python")
+    names = tensor_names(name, [f"{layer}.weight" for layer in importance])
+    values = {names[f"{layer}.weight"]: moment.float().contiguous() for layer, moment in importance.items()}
+    entry, pointer = llama.llama_model_imatrix_data, ctypes.POINTER(ctypes.c_float)
+    rows = [entry(n.encode(), ctypes.cast(v.data_ptr(), pointer), v.numel()) for n, v in values.items()]
+    params = llama.llama_model_quantize_default_params()
+    params.ftype, params.pure, params.token_embedding_type = TYPES[kind].file_type, True, TYPES["F16"].number
+    if rows:
+        params.imatrix = (entry * (len(rows) + 1))(*rows)  # ends with an empty one
+    if llama.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(params)):
+        raise UserError(f"llama.cpp could not quantise {source} to {kind}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.errors import UserError
@@ -48,6 +48,10 @@ class Bench:
     def base(self) -> nn.Module:
         """Load the full-precision model, anew each time, so that no copy stays in memory during training."""
         return load_model(self.cfg.model)
+
+    def calibration(self) -> Tensor:
+        """The rows that initialise scales, [rows, length]."""
+        return torch.stack([self.train[row]["tokens"] for row in range(self.cfg.calibration_rows)])
 
     def rate(self, model: nn.Module) -> float:
         """The default peak learning rate of train_qat.py's end-to-end stage for a student of `model`."""

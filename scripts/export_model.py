@@ -50,6 +50,7 @@ class Config(ScriptConfig):
     adapter_as: Literal["lora", "merged"] | None = opt.run(
         None, "adapter in GGUF: lora (a file of its own) or merged (its layers become F16) [lora]"
     )
+    push_to_hub: str | None = opt.run(None, "also upload the export to a new private repository of the hub: USER/NAME")
 
 
 if __name__ == "__main__":
@@ -61,6 +62,7 @@ from qat_lora.errors import UserError
 from qat_lora.export.card import card
 from qat_lora.export.gguf import ADAPTER_FILE, MODEL_FILE, GGUFPlan, plan_gguf, stored_bits, summary, write_gguf
 from qat_lora.export.hf import hf_bytes, write_hf
+from qat_lora.export.hub import check_repository, push
 from qat_lora.export.packed import FILE, plan_packed, rounding, write_packed
 from qat_lora.export.source import Source, load_source, provenance
 from qat_lora.export.targets import LAYOUTS, every_format
@@ -75,6 +77,8 @@ def main(cfg: Config) -> None:
     source = load_source(cfg.checkpoint, cfg.adapter, cfg.model)
     exports = {"gguf": export_gguf, "hf": export_hf, "merged": export_hf}
     exports.get(cfg.format, export_packed)(cfg, source)
+    if cfg.push_to_hub and not cfg.dry_run:
+        say(f"uploaded to {push(Path(cfg.output_dir), cfg.push_to_hub)}")
     if cfg.dry_run and cfg.checkpoint:
         say("\nin every format, without an adapter:\n" + "\n".join(f"  {line}" for line in every_format(source)))
 
@@ -96,6 +100,8 @@ def check(cfg: Config) -> None:
     if cfg.gguf_type != "auto" and cfg.format != "gguf":
         raise UserError(f"--gguf-type {cfg.gguf_type} is for --format gguf; leave it out")
     check_new(Path(cfg.output_dir))
+    if cfg.push_to_hub:
+        check_repository(cfg.push_to_hub)
 
 
 def introduce(cfg: Config, source: Source) -> None:
@@ -115,7 +121,7 @@ def export_hf(cfg: Config, source: Source) -> None:
     with new_folder(target) as folder:
         write_hf(source, folder, target, merged)
         real = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
-        describe(folder, target, source, record(cfg, source, {"all": "F32"}, 32.0, {"weights": (computed, real)}))
+        describe(cfg, folder, source, record(cfg, source, {"all": "F32"}, 32.0, {"weights": (computed, real)}))
     say(f"wrote {target}: {real / 1e6:.2f} MB, read back and equal to the student bit for bit")
 
 
@@ -133,7 +139,7 @@ def export_packed(cfg: Config, source: Source) -> None:
         write_packed(source, plan, folder, target)
         real = (folder / FILE).stat().st_size
         types = {name: str(quantizer.spec) for name, quantizer in plan.layers.items()}
-        describe(folder, target, source, record(cfg, source, types, bits, {FILE: (computed, real)}))
+        describe(cfg, folder, source, record(cfg, source, types, bits, {FILE: (computed, real)}))
     say(f"wrote {target}: {real / 1e6:.2f} MB, read back: every code, scale, offset and plain value is the planned one")
 
 
@@ -153,7 +159,7 @@ def export_gguf(cfg: Config, source: Source) -> None:
         write_gguf(source, plan, folder, target)
         sizes = {f.name: (computed[f.name], f.stat().st_size) for f in sorted(folder.glob("*.gguf"), reverse=True)}
         types = {f"{line['class']} {line['quantiser']}": line["type"] for line in summary(source, plan)}
-        describe(folder, target, source, record(cfg, source, types, stored_bits(plan), sizes))
+        describe(cfg, folder, source, record(cfg, source, types, stored_bits(plan), sizes))
     for name, (expected, real) in sizes.items():
         say(f"wrote {target / name}: {real / 1e6:.2f} MB ({expected / 1e6:.2f} computed)")
     say("read back: every code, scale, offset and plain value is the planned one, bit for bit")
@@ -176,10 +182,10 @@ def show_plan(source: Source, plan: GGUFPlan, computed: dict[str, int]) -> None:
     say("computed: " + ", ".join(f"{name} {size / 1e6:.2f} MB" for name, size in computed.items() if size))
 
 
-def describe(folder: Path, target: Path, source: Source, made: dict) -> None:
+def describe(cfg: Config, folder: Path, source: Source, made: dict) -> None:
     """Write export.json and the model card."""
     write_json(folder / "export.json", made)
-    (folder / "README.md").write_text(card(source, made, target), encoding="utf-8")
+    (folder / "README.md").write_text(card(source, made, Path(cfg.output_dir), cfg.push_to_hub), encoding="utf-8")
 
 
 def record(cfg: Config, source: Source, types: dict, bits: float, sizes: dict[str, tuple[int, int]]) -> dict:

@@ -21,8 +21,8 @@ LORA = {"gguf": ', lora_path="{folder}/adapter.gguf"', "mlx": ', adapter_path="{
 LIBRARIES = {"gguf": "gguf", "mlx": "mlx"}
 
 
-def card(source: Source, record: dict, folder: Path) -> str:
-    """The card of an export to `folder` with this export.json."""
+def card(source: Source, record: dict, folder: Path, hub: str | None = None) -> str:
+    """The card of an export to `folder`, or to the repository `hub`, with this export.json."""
     kind, info, name = record["format"], record["info"], source.name
     base = PACKAGED[name].hub if name in PACKAGED else Path(name).name if Path(name).exists() else name
     head = {
@@ -44,9 +44,11 @@ def card(source: Source, record: dict, folder: Path) -> str:
         rows["KL to the teacher"] = f"{info['heldout_kl']:.3f} nats a token (the same rows)"
     rows["made at commit"] = record["commit"]
     table = "\n".join(f"| {what} | {value} |" for what, value in rows.items())
-    lora = LORA.get(kind, "").format(folder=folder) if record["adapter_as"] == "lora" else ""
+    lora = LORA.get(kind, "").format(folder=hub or folder) if record["adapter_as"] == "lora" else ""
     adapter = "/adapter" if record["adapter_as"] == "lora" else ""
-    code = LOADING.get(kind, LOADING["hf"]).format(folder=folder, lora=lora, adapter=adapter)
+    code = LOADING.get(kind, LOADING["hf"]).format(folder=hub or folder, lora=lora, adapter=adapter)
+    if hub:
+        code = code.replace(f'Llama("{hub}/model.gguf"', f'Llama.from_pretrained("{hub}", "model.gguf"')
     again = command("measure_perplexity", checkpoint=source.checkpoint, adapter=source.adapter, dataset="TEXT")
     measure = (
         f"\nTo measure the student again, on a text of yours:\n\n```bash\n{again}\n```\n" if source.checkpoint else ""

@@ -53,8 +53,8 @@ def _config(kinds: dict[str, QuantSpec], student: nn.Module, name: str) -> dict:
     specs = list(dict.fromkeys(kinds.values()))
     if len(specs) > 1 or kinds.keys() != {*_linears(student)}:
         raise UserError(
-            f"--format {name} has one quantiser for all linear layers of the blocks; this student has "
-            f"{', '.join(map(str, specs))} in {len(kinds)} layers; use --format compressed-tensors or mlx"
+            f"{name} has one quantiser for all linear layers of the blocks; this student has "
+            f"{', '.join(map(str, specs))} in {len(kinds)} layers; use compressed-tensors or mlx"
         )
     shared = {"bits": specs[0].bits, "group_size": specs[0].size, "sym": True}
     if name == "gptq":

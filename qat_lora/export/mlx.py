@@ -20,6 +20,17 @@ from qat_lora.quant.spec import QuantSpec
 from qat_lora.run.files import write_json
 
 GROUPS = (128, 64, 32)
+# Of the language models in transformers, those that mlx-lm 0.32.2 has (tests/peers/test_readers.py compares).
+KINDS = """
+    afmoe apertus bailing_hybrid bitnet cohere cohere2 dbrx deepseek_v2 deepseek_v3 deepseek_v32 dots1 ernie4_5
+    ernie4_5_moe exaone4 exaone_moe falcon_h1 falcon_mamba gemma gemma2 gemma3 gemma3_text gemma3n gemma4
+    gemma4_text gemma4_unified glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt2 gpt_bigcode gpt_neox gpt_oss gptj
+    granite granitemoe granitemoehybrid helium hunyuan_v1_dense internlm3 iquestcoder jamba kimi_linear laguna lfm2
+    lfm2_moe llama llama4 llama4_text longcat_flash mamba mamba2 mellum mimo_v2_flash minicpm3 minimax minimax_m2
+    ministral3 mistral mixtral nanochat nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe phi phi3 phimoe qwen2
+    qwen2_moe qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next recurrent_gemma seed_oss smollm3 solar_open stablelm
+    starcoder2
+"""
 
 
 def _group(spec: QuantSpec, columns: int) -> int:
@@ -85,4 +96,4 @@ def _adapter(source: Source, folder: Path, shown: Path) -> None:
     )
 
 
-LAYOUT = Layout("mlx", _misfit, _tensors, _parts, _config, _adapter, tables=True)
+LAYOUT = Layout("mlx", _misfit, _tensors, _parts, _config, _adapter, tables=True, kinds=(frozenset(KINDS.split()), "mlx-lm 0.32.2"))

@@ -33,7 +33,8 @@ class Layout:
     misfit(spec, shape): why it cannot hold a weight exactly; None if it can. tensors(parts, spec): what it stores of a
     layer, by suffix of the layer's name. parts(tensors, spec): codes, scale and offset that these mean. config(kinds,
     student): what it adds to config.json, for {layer: spec}; raises UserError for kinds that do not go together.
-    adapter(source, folder, shown): writes the adapter. tables: whether an embedding may be packed.
+    adapter(source, folder, shown): writes the adapter. tables: whether an embedding may be packed. kinds: the model types
+    that its library knows, and its name; None if it knows every model that transformers does.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Layout:
     config: Callable[[dict[str, QuantSpec], nn.Module], dict]
     adapter: Callable[[Source, Path, Path], None] = write_adapter
     tables: bool = False
+    kinds: tuple[frozenset[str], str] | None = None
 
 
 @dataclass
@@ -74,22 +76,24 @@ class PackedPlan:
 def packed_layers(student: nn.Module, layout: Layout) -> dict[str, Quantizer]:
     """The quantised layers of a student, with or without values, by the names that they have in a file. Raises
     UserError with the layer and what works if the format cannot hold one."""
-    layers, embedding = {}, student.get_input_embeddings()
+    layers, embedding, kind = {}, student.get_input_embeddings(), student.config.model_type
+    if layout.kinds and kind not in layout.kinds[0]:
+        raise UserError(f"{layout.name}: {layout.kinds[1]} has no model type {kind!r}; use hf")
     names = {id(module): name for name, module in student.named_modules()}
     for name, layer in quantized_layers(student).items():
         quantizer = layer.quantizer
         if isinstance(layer, ExpertWeight):
-            raise UserError(f"--format {layout.name} cannot hold the experts {name}; use --format hf")
+            raise UserError(f"{layout.name} cannot hold the experts {name}; use hf")
         tied = layer.weight is embedding.weight
         if tied and not layout.tables:
             raise UserError(
-                f"--format {layout.name} cannot hold the quantised head {name}, which is tied to the embedding; train "
-                "with --head none, or use --format mlx, gguf or hf"
+                f"{layout.name} cannot hold the quantised head {name}, which is tied to the embedding; train with "
+                "--head none, or use mlx, gguf or hf"
             )
         if why := layout.misfit(quantizer.spec, quantizer.shape):
             raise UserError(
-                f"--format {layout.name} cannot hold {name}, which is {quantizer.spec} ({why}); use --format hf, or "
-                "another quantiser: --target names those that a reader holds"
+                f"{layout.name} cannot hold {name}, which is {quantizer.spec} ({why}); use hf, or another quantiser: "
+                "--target names those that a reader holds"
             )
         layers[names[id(embedding)] if tied else name] = quantizer
     layout.config({name: quantizer.spec for name, quantizer in layers.items()}, student)

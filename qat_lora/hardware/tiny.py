@@ -23,8 +23,8 @@ CHAT_TEMPLATE = """
 """
 
 
-def tokenizer():
-    """Byte-level BPE, 512 tokens, trained on Python's help topics; EOS `<|im_end|>`, pad `<|pad|>`."""
+def tokenizer(size: int = 512):
+    """Byte-level BPE, `size` tokens, trained on Python's help topics; EOS `<|im_end|>`, pad `<|pad|>`."""
     from pydoc_data.topics import topics
 
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -34,7 +34,7 @@ def tokenizer():
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=512,
+        vocab_size=size,
         special_tokens=["<|pad|>", "<|im_start|>", "<|im_end|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

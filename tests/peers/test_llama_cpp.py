@@ -145,7 +145,7 @@ def test_perplexity_with_an_adapter(student, windows, merged):
     compare(f"adapter, merged: {merged}", their_nll(folder, windows, **options), exact, ours)
 
 
-def random_adapter(folder, name=EMBEDDED, spread=0.03):
+def random_adapter(folder, name=EMBEDDED, spread=0.06):
     """A LoRA on every projection of a model, far enough from 0 to matter."""
     targets = [f"{p}_proj" for p in ("q", "k", "v", "o", "gate", "up", "down")]
     config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")

@@ -6,12 +6,14 @@ half precision on a CPU. GPTQ's folders hold the same bytes as AutoRound's.
 """
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from students import student_of
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from qat_lora.export import compressed_tensors, mlx
 from qat_lora.export.gptq import AUTOROUND
@@ -54,6 +56,14 @@ def logits_of(layout, folder):
     pytest.importorskip(layout.name.replace("-", "_").replace("autoround", "auto_round"), reason="make setup-peers")
     with torch.no_grad():
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(TOKENS).logits[0].float()
+
+
+def test_the_models_that_mlx_lm_has():
+    folder = Path(pytest.importorskip("mlx_lm", reason="make setup-peers").__file__).with_name("models")
+    from mlx_lm.utils import MODEL_REMAPPING
+
+    theirs = {file.stem for file in folder.glob("*.py")} | MODEL_REMAPPING.keys()
+    assert MLX.kinds[0] == theirs & MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -105,7 +105,7 @@ def test_an_adapter_goes_to_mlx_and_to_compressed_tensors(llama, run, tmp_path):
     (["--target", "vllm", "--bits", 5], "--bits 5: vllm holds 2, 3, 4, 8; use one of these"),
     (["--bits", 3], "--bits 3 is for a --target; give one, or a quantiser such as --mlp int3/g32"),
     (["--target", "mlx", "--mlp", "int4/g32"], "--target mlx picks --mlp; leave out --mlp int4/g32, or --target"),
-    (["--target", "mlx", "--head", "int7/g64"], "--format mlx cannot hold lm_head, which is int7/g64"),
+    (["--target", "mlx", "--head", "int7/g64"], "mlx cannot hold lm_head, which is int7/g64"),
     (["--target", "llama.cpp", "--head", "uniform4/g32"], "--target llama.cpp cannot hold lm_head"),
 ])  # fmt: skip
 def test_what_a_target_does_not_hold_is_refused_before_training(llama, refuse, tmp_path, flags, said):
