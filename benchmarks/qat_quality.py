@@ -288,12 +288,8 @@ def llama_cpp(bench: Bench) -> list[dict]:
     kind = fitting(QuantSpec.parse(bench.grid), 256)[0]
     student, rows = quantize(bench.base(), bench.spec), bench.calibration()
 
-    def forward():
-        with full_precision(student):
-            hidden_states(student, rows)
-
-    moments = input_moments(student, forward)
-    del student
+    with full_precision(student):
+        moments = input_moments(student, lambda: hidden_states(student, rows))
     whole = bench.folder / "whole"
     if not whole.exists():
         source = load_source(None, None, bench.cfg.model)

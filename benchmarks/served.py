@@ -32,7 +32,7 @@ from qat_lora.hosts.revision import revision
 from qat_lora.models.loading import EMBEDDED, load_model
 from qat_lora.quant.calibration import calibrate
 from qat_lora.quant.linear import quantized_layers
-from qat_lora.quant.student import StudentSpec, load_student, quantize, save_student
+from qat_lora.quant.student import StudentSpec, quantize, save_student
 from qat_lora.run.command_line import run_script
 from qat_lora.run.options import ScriptConfig, option
 
@@ -74,7 +74,10 @@ def main(cfg: Config) -> None:
         with path.open("a") as lines:
             lines.write("".join(json.dumps(row) + "\n" for row in found))
         for row in found:
-            print(" | ".join(f"{value:.5f}" if isinstance(value, float) else str(value) for value in row.values()), flush=True)
+            print(
+                " | ".join(f"{value:.5f}" if isinstance(value, float) else str(value) for value in row.values()),
+                flush=True,
+            )
 
 
 def compare(name: str, file: Path, out: Path, held: list[list[int]], starts: list[list[int]]) -> dict | None:

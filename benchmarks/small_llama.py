@@ -48,7 +48,9 @@ def main(folder: Path) -> None:
         if step % 100 == 99:
             with torch.no_grad():
                 held = tokens[edge : edge + 16 * LENGTH].view(16, LENGTH)
-                print(f"{step + 1}: loss {loss:.3f}, held out {model(input_ids=held, labels=held).loss:.3f}", flush=True)
+                print(
+                    f"{step + 1}: loss {loss:.3f}, held out {model(input_ids=held, labels=held).loss:.3f}", flush=True
+                )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -117,8 +117,8 @@ def ignore_sigterm() -> None:
 
 
 def load_package(name: str, what: str, otherwise: str = "", install: str = "") -> ModuleType:
-    """Import a package that only `what` (an option or a task) needs. otherwise: what to do without the package. install: its
-    name for pip, if that is another.
+    """Import a package that only `what` (an option or a task) needs. otherwise: what to do without the package.
+    install: its name for pip, if that is another.
 
     Raises UserError naming `what` and the package, whatever the import raises: a broken installation may even raise
     SystemExit.

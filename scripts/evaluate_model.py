@@ -2,20 +2,21 @@
 """How many questions does a model answer? Runs tasks of lm-evaluation-harness on a model, a student or an export.
 
     python scripts/evaluate_model.py --tasks agreement,recall,docstring                     # the embedded model
-    python scripts/evaluate_model.py --checkpoint runs/q2/best.pt --adapter runs/q2-lora/adapter
+    python scripts/evaluate_model.py --checkpoint runs/q2/best.pt \\
+        --adapter runs/q2-lora/adapter
     python scripts/evaluate_model.py --model exports/q2/model.gguf --tasks recall
     python scripts/evaluate_model.py --checkpoint runs/q2/best.pt --tasks arc_easy,hellaswag --items 500
     python scripts/evaluate_model.py --tasks my_task.yaml --output results.json
 
-Three tasks need no download, and are multiple choice: agreement (does a verb agree with its noun, of two choices),
-recall (what comes next when a list is repeated, of four) and docstring (how a docstring of Python's library goes on, of four).
-Any other name is one of the harness's own tasks, whose data come from the hub; a path is a task of yours in its YAML.
+Three tasks need no download, and are multiple choice: agreement (does a verb agree with its noun, two choices), recall
+(what comes next when a list is repeated, four) and docstring (how a docstring of Python's library goes on, four). Any
+other name is one of the harness's own tasks, whose data come from the hub; a path is a task of yours in its YAML.
 
 --model takes what every script takes, and exports: hf and merged folders, compressed-tensors, gptq and autoround
 folders if their library is installed, and .gguf files of a student, which run in llama.cpp (llama-cpp-python). An mlx
 folder runs on a Mac: mlx_lm.evaluate.
 
-Prints a table. The results are added to evaluation.json in the run of the adapter or student, whose report
+Prints a table. The results are added to tasks.json in the run of the adapter or student, whose report
 (make report) then shows them; --output writes them elsewhere. 200 questions of each local task take about five minutes
 on two cores with the embedded model.
 """
@@ -40,7 +41,7 @@ class Config(ScriptConfig):
     precision: Literal["auto", "fp32", "bf16"] = opt.device(
         "fp32", "arithmetic: fp32, bf16 autocast, or auto (bf16 where the device supports it)"
     )
-    output: str | None = opt.run(None, "JSON file to write [evaluation.json in the run of the adapter or student]")
+    output: str | None = opt.run(None, "JSON file to write [tasks.json in the run of the adapter or student]")
 
 
 if __name__ == "__main__":
@@ -56,7 +57,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from qat_lora.backend import TorchBackend, open_backend
-from qat_lora.data.tasks import TASKS, local_task
+from qat_lora.data.tasks import TASKS as LOCAL
+from qat_lora.data.tasks import local_task
 from qat_lora.errors import UserError, first_line
 from qat_lora.hosts.revision import revision
 from qat_lora.lora.adapter import load_adapter, load_trained
@@ -65,6 +67,7 @@ from qat_lora.models.loading import load_tokenizer
 from qat_lora.models.source import stored_quantised
 from qat_lora.run.console import say
 from qat_lora.run.files import read_json, write_json
+from qat_lora.run.report import TASK_COLUMNS, TASKS, task_rows
 
 
 def main(cfg: Config) -> None:
@@ -72,13 +75,13 @@ def main(cfg: Config) -> None:
     tasks = load_tasks(cfg)
     output = output_of(cfg)
     if cfg.dry_run:
-        return say(f"tasks {', '.join(tasks)}, at most {cfg.items} questions each; results to {output or 'the terminal'}")
+        return say(
+            f"tasks {', '.join(tasks)}, at most {cfg.items} questions each; results to {output or 'the terminal'}"
+        )
     backend = open_backend(cfg.device, cfg.precision)
     backend.seed(cfg.seed)
     model = open_model(cfg, backend)
-    found = lm_eval.evaluate(
-        model, {"tasks": tasks, "groups": {}, "group_map": {}}, limit=cfg.items, log_samples=False
-    )
+    found = lm_eval.evaluate(model, {"tasks": tasks, "groups": {}, "group_map": {}}, limit=cfg.items, log_samples=False)
     facts = {"model": cfg.model, "checkpoint": cfg.checkpoint, "adapter": cfg.adapter, "precision": backend.precision}
     facts |= {"device": backend.kind, "commit": revision(), "lm_eval": lm_eval.__version__}
     results = {name: result(found, name) | facts for name in tasks}
@@ -91,12 +94,12 @@ def main(cfg: Config) -> None:
 def load_tasks(cfg: Config) -> dict:
     """The harness's tasks by name. Raises UserError for a name that it does not know, and for data out of reach."""
     names = [name.strip() for name in cfg.tasks.split(",") if name.strip()]
-    own = all(name in TASKS for name in names)
-    manager, local = TaskManager(include_defaults=not own), ", ".join(TASKS)
+    own = all(name in LOCAL for name in names)
+    manager, local = TaskManager(include_defaults=not own), ", ".join(LOCAL)
     found = {}
     for name in names:
         try:
-            found |= manager.load([local_task(name, cfg.items) if name in TASKS else name])["tasks"]
+            found |= manager.load([local_task(name, cfg.items) if name in LOCAL else name])["tasks"]
         except KeyError as error:
             raise UserError(
                 f"--tasks {name} is not a task of lm_eval {lm_eval.__version__} or a YAML file; local ones: {local}"
@@ -121,7 +124,9 @@ def open_model(cfg: Config, backend: TorchBackend) -> Harness | LlamaCpp:
         return LlamaCpp(cfg.model, cfg.adapter)
     method = stored_quantised(cfg.model) if cfg.model and not cfg.checkpoint else None
     if method == "quantization":
-        raise UserError(f"--model {cfg.model} is an mlx folder, which runs on a Mac: mlx_lm.evaluate --model {cfg.model}")
+        raise UserError(
+            f"--model {cfg.model} is an mlx folder, which runs on a Mac: mlx_lm.evaluate --model {cfg.model}"
+        )
     if method:
         model, tokenizer = load_packed(cfg.model)
         model = load_adapter(model, cfg.adapter) if cfg.adapter else model
@@ -141,12 +146,12 @@ def load_packed(folder: str) -> tuple[nn.Module, PreTrainedTokenizerBase]:
 
 
 def output_of(cfg: Config) -> Path | None:
-    """The file for the results: --output, or evaluation.json in the run that made the adapter or student."""
+    """The file for the results: --output, or tasks.json in the run that made the adapter or student."""
     if cfg.output:
         return Path(cfg.output)
     made = cfg.adapter or cfg.checkpoint
     run = Path(made).parent if made else None
-    return run / "evaluation.json" if run and (run / "manifest.json").exists() else None
+    return run / TASKS if run and (run / "manifest.json").exists() else None
 
 
 def result(found: dict, name: str) -> dict:
@@ -161,12 +166,8 @@ def result(found: dict, name: str) -> dict:
 
 
 def table(results: dict) -> str:
-    lines = ["| task | questions | shots | metric | value | ± |", "|---|---:|---:|---|---:|---:|"]
-    for name, held in results.items():
-        for metric, (value, error) in held["metrics"].items():
-            uncertain = f"{error:.4f}" if isinstance(error, float) else ""
-            lines.append(f"| {name} | {held['items']} | {held['shots']} | {metric} | {value:.4f} | {uncertain} |")
-    return "\n".join(lines)
+    lines = [TASK_COLUMNS, ("---",) + ("---:",) * 2 + ("---",) + ("---:",) * 2, *task_rows(results)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ NOUNS = {
 BETWEEN = ("near", "behind", "next to", "in front of", "beside")
 VERBS = (("is", "are"), ("was", "were"), ("has", "have"))
 THINGS = (
-    "apple", "ball", "boat", "bottle", "clock", "coat", "cup", "drum", "flag", "guitar", "hammer", "hat", "kite", "lamp",
-    "map", "pen", "piano", "ring", "rope", "shirt", "table", "watch",
+    "apple", "ball", "boat", "bottle", "clock", "coat", "cup", "drum", "flag", "guitar", "hammer", "hat", "kite",
+    "lamp", "map", "pen", "piano", "ring", "rope", "shirt", "table", "watch",
 )  # fmt: skip
 
 
@@ -60,9 +60,11 @@ def docstring(draw: random.Random) -> Iterator[Document]:
     order = itertools.chain.from_iterable(draw.sample(passages, len(passages)) for _ in itertools.count())
     for words in order:
         start = draw.randrange(12, len(words) - 5)
-        true = " ".join(words[start : start + 6])
-        others = (" ".join(draw.choice(passages)[6:12]) for _ in itertools.count())
-        choices = [true, *itertools.islice((other for other in others if other != true), 3)]
+        choices = [" ".join(words[start : start + 6])]
+        while len(choices) < 4:
+            other = " ".join(draw.choice(passages)[6:12])
+            choices += [other] * (other not in choices)
+        true = choices[0]
         draw.shuffle(choices)
         yield {"context": " ".join(words[:start]), "choices": choices, "answer": choices.index(true)}
 
@@ -72,7 +74,7 @@ def _passages() -> list[list[str]]:
     found = {}
     for name in ("argparse", "collections", "csv", "decimal", "difflib", "email", "inspect", "logging", "os", "random",
                  "shutil", "socket", "statistics", "string", "subprocess", "tarfile", "textwrap", "threading",
-                 "typing", "unittest"):  # fmt: skip
+                 "unittest"):  # fmt: skip
         module = import_module(name)
         for thing in [module, *(value for _, value in sorted(vars(module).items()) if callable(value))]:
             for paragraph in re.split(r"\n\s*\n", inspect.getdoc(thing) or ""):

@@ -96,4 +96,6 @@ def _adapter(source: Source, folder: Path, shown: Path) -> None:
     )
 
 
-LAYOUT = Layout("mlx", _misfit, _tensors, _parts, _config, _adapter, tables=True, kinds=(frozenset(KINDS.split()), "mlx-lm 0.32.2"))
+LAYOUT = Layout(
+    "mlx", _misfit, _tensors, _parts, _config, _adapter, tables=True, kinds=(frozenset(KINDS.split()), "mlx-lm 0.32.2")
+)

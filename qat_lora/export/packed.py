@@ -33,8 +33,8 @@ class Layout:
     misfit(spec, shape): why it cannot hold a weight exactly; None if it can. tensors(parts, spec): what it stores of a
     layer, by suffix of the layer's name. parts(tensors, spec): codes, scale and offset that these mean. config(kinds,
     student): what it adds to config.json, for {layer: spec}; raises UserError for kinds that do not go together.
-    adapter(source, folder, shown): writes the adapter. tables: whether an embedding may be packed. kinds: the model types
-    that its library knows, and its name; None if it knows every model that transformers does.
+    adapter(source, folder, shown): writes the adapter. tables: whether an embedding may be packed. kinds: the model
+    types that its library knows, and its name; None if it knows every model that transformers does.
     """
 
     name: str

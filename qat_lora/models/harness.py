@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from qat_lora.backend import TorchBackend
 from qat_lora.errors import UserError, load_package
+
 STEP = 128  # tokens: where every shape compiles its own graph, rows are padded to a multiple
 NO_TEXT = (
     "--tasks: one of them generates text, which works on CPUs and GPUs only, not in llama.cpp; take multiple choice"

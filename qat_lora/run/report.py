@@ -14,6 +14,8 @@ from qat_lora.run.resuming import read_config
 from qat_lora.run.rundir import Run
 
 FILE = "report.html"
+TASKS = "tasks.json"  # what evaluate_model.py measured
+TASK_COLUMNS = ("task", "questions", "shots", "metric", "value", "±")
 TEXTS = ("samples.txt", "transcripts.md")  # text that a model generated
 LONGEST = 6000  # most characters of a text to show
 PAGE = """<!doctype html>
@@ -43,6 +45,14 @@ PAGE = """<!doctype html>
 {% if summary %}
 <h2>Result</h2>
 <table>{% for key, value in summary %}<tr><td>{{ key }}<td class="number">{{ value }}</tr>{% endfor %}</table>
+{% endif %}
+{% if tasks %}
+<h2>Tasks</h2>
+<table>
+  <tr>{% for name in task_columns %}<th>{{ name }}{% endfor %}</tr>
+  {% for row in tasks %}<tr>{% for cell in row %}<td>{{ cell }}{% endfor %}</tr>
+  {% endfor %}
+</table>
 {% endif %}
 {% if pictures %}<h2>Plots</h2>{% endif %}
 {% for name, data in pictures %}<p><img alt="{{ name }}" src="data:image/png;base64,{{ data }}">{% endfor %}
@@ -94,6 +104,8 @@ def write_report(path: Path, result: dict[str, Any] | None = None) -> Path:
         command="python " + " ".join(manifest["argv"]),
         measured=list(_measured(Run(path, resumed=False).metrics())),
         summary=[pair for pair in _flat(summary) if pair[0] != "status"],
+        tasks=task_rows(read_json(path / TASKS)) if (path / TASKS).exists() else [],
+        task_columns=TASK_COLUMNS,
         pictures=[(picture.name, base64.b64encode(picture.read_bytes()).decode()) for picture in pictures],
         texts=[{"name": name, "content": _start(path / name)} for name in TEXTS if (path / name).exists()],
         config=[(key, value) for key, value in read_config(path).items() if value is not None],
@@ -101,6 +113,16 @@ def write_report(path: Path, result: dict[str, Any] | None = None) -> Path:
     )  # fmt: skip
     write_atomically(path / FILE, lambda file: file.write(page.encode()))
     return path / FILE
+
+
+def task_rows(results: dict[str, dict]) -> list[list[str]]:
+    """The cells of a table of tasks, a row for each metric, under TASK_COLUMNS."""
+    rows = []
+    for task, found in results.items():
+        for metric, (value, error) in found["metrics"].items():
+            uncertain = f"{error:.4f}" if isinstance(error, float) else ""
+            rows.append([task, str(found["items"]), str(found["shots"]), metric, f"{value:.4f}", uncertain])
+    return rows
 
 
 def _measured(lines: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
