@@ -38,11 +38,12 @@ doctor: setup ## what this machine has and what is missing
 # make demo DEMO=runs/demo/NAME resumes an interrupted demo.
 DEMO ?= runs/demo/$(shell date -u +%Y%m%dT%H%M%SZ)
 demo: DEMO := $(DEMO)
-demo: setup ## text → cache → 2-bit student → recovery LoRA → report (10 minutes on two cores)
+demo: setup ## text → cache → 2-bit student → recovery LoRA → report → a file for llama.cpp (10 minutes on two cores)
 	$(PY) scripts/build_kd_cache.py --config demo
 	$(PY) scripts/train_qat.py --config demo --output-dir $(DEMO)/qat --resume auto
 	$(PY) scripts/train_recovery_lora.py --config demo --checkpoint $(DEMO)/qat/best.pt --output-dir $(DEMO)/recovery --resume auto
 	$(PY) scripts/report_recovery.py --qat-run $(DEMO)/qat --recovery-run $(DEMO)/recovery --cache-dir caches/demo --output $(DEMO)/report.md
+	[ -d $(DEMO)/gguf ] || $(PY) scripts/export_model.py --checkpoint $(DEMO)/qat/best.pt --adapter $(DEMO)/recovery/adapter --format gguf --output-dir $(DEMO)/gguf
 
 check-hardware: setup ## prove that everything works on this machine's GPUs or TPU chips, and how fast (8 minutes)
 	$(PY) scripts/check_hardware.py

@@ -163,6 +163,10 @@ def export_gguf(cfg: Config, source: Source) -> None:
     for name, (expected, real) in sizes.items():
         say(f"wrote {target / name}: {real / 1e6:.2f} MB ({expected / 1e6:.2f} computed)")
     say("read back: every code, scale, offset and plain value is the planned one, bit for bit")
+    model, adapter = target / MODEL_FILE, target / ADAPTER_FILE
+    lora = (f" --lora {adapter}", f" --lora_path {adapter}") if ADAPTER_FILE in sizes else ("", "")
+    say(f"to serve it: llama-server -m {model}{lora[0]}")
+    say(f"or: pip install 'llama-cpp-python[server]' && python -m llama_cpp.server --model {model}{lora[1]}")
 
 
 def show_plan(source: Source, plan: GGUFPlan, computed: dict[str, int]) -> None:
