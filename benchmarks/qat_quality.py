@@ -316,6 +316,7 @@ def quantise_gguf(name: str, source: Path, target: Path, kind: str, importance: 
     params.ftype, params.pure, params.token_embedding_type = TYPES[kind].file_type, True, TYPES["F16"].number
     if rows:
         params.imatrix = (entry * (len(rows) + 1))(*rows)  # ends with an empty one
+    llama._logger.set_verbose(False)
     if llama.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(params)):
         raise UserError(f"llama.cpp could not quantise {source} to {kind}")
 

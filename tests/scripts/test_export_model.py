@@ -233,3 +233,54 @@ def test_a_model_in_full_precision_becomes_f16(run, refusal, tiny_model_dir, tmp
         said = refusal("export_model", "--model", tiny_model_dir, "--output-dir", tmp_path / "other", *flags)
         assert " ".join(flags[:2]) in said or flags[0] in said
     assert "or --model FOLDER" in refusal("export_model", "--output-dir", tmp_path / "other")
+
+
+class Hub:
+    """Stands in for the hub: one repository is there, and another cannot be written."""
+
+    def __init__(self):
+        self.uploaded = {}
+
+    def whoami(self):
+        return {"name": "me"}
+
+    def repo_exists(self, name):
+        return name == "me/there"
+
+    def create_repo(self, name, private):
+        if name == "me/full":
+            raise OSError("quota exceeded")
+        assert private
+        return f"hub/{name}"
+
+    def upload_folder(self, repo_id, folder_path):
+        self.uploaded[repo_id] = sorted(path.name for path in folder_path.iterdir())
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    made = Hub()
+    monkeypatch.setattr("qat_lora.export.hub.HfApi", lambda: made)
+    return made
+
+
+def test_an_export_is_pushed_to_the_hub_with_a_card_that_loads_it_from_there(hub, export, tmp_path):
+    assert "uploaded to hub/me/q4" in export("--push-to-hub", "me/q4")
+    assert hub.uploaded == {"me/q4": ["README.md", "export.json", "model.gguf"]}
+    assert 'Llama.from_pretrained("me/q4", "model.gguf")' in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_failed_upload_keeps_the_export_and_says_how_to_upload_it(hub, export, tmp_path):
+    with pytest.raises(UserError, match=r"was not uploaded \(quota exceeded\); run hf upload me/full"):
+        export("--push-to-hub", "me/full")
+    assert names(tmp_path / "out") == ["README.md", "export.json", "model.gguf"]
+
+
+def test_a_repository_that_is_there_or_a_hub_out_of_reach_is_refused_before_writing(
+    hub, refused, tmp_path, monkeypatch
+):
+    assert "--push-to-hub me/there is there already" in refused("--push-to-hub", "me/there")
+    monkeypatch.undo()
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # refuses the connection
+    assert "--push-to-hub me/q4: " in refused("--push-to-hub", "me/q4")
+    assert not (tmp_path / "out").exists()
