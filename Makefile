@@ -194,6 +194,19 @@ bench-step: setup-peers ## the headline ratios at vocabularies of 49k to 262k to
 bench-quality: setup-peers ## student quality against other QAT methods, small (half an hour)
 	PYTHONPATH=$(PEERS) $(PY) benchmarks/qat_quality.py --config quick
 
+bench-serving: setup-peers ## size, tokens per second and memory of low-bit files in llama.cpp and transformers
+	PYTHONPATH=$(PEERS) $(PY) benchmarks/serving.py
+
+bench-served: setup-peers ## each format's perplexity and answers in its own library against ours (an hour)
+	PYTHONPATH=$(PEERS) $(PY) benchmarks/served.py
+
+runs/small_llama: | $(READY)
+	$(PY) benchmarks/small_llama.py $@
+
+bench-grids: setup-peers | runs/small_llama ## quantisers at equal bits, and k-quants against llama.cpp's own (3 hours; resumes)
+	PYTHONPATH=$(PEERS) $(PY) benchmarks/qat_quality.py --config grids
+	PYTHONPATH=$(PEERS) $(PY) benchmarks/qat_quality.py --config k_quants
+
 bench-scaling: setup ## scaling overhead of two workers, and the bytes they exchange
 	$(PY) benchmarks/scaling.py
 
