@@ -29,7 +29,7 @@ TERNARY_RUNS = (
 POWERS = np.array([81, 27, 9, 3, 1], np.uint16)  # of the digits in a byte, the first weight's the highest
 
 
-def pack_ternary(q: np.ndarray) -> np.ndarray:
+def pack_tq1(q: np.ndarray) -> np.ndarray:
     """TQ1_0: [B, 256] of 0 to 2 → [B, 52]: five digits of base 3, as a fraction of 243 in 256 parts, rounded up."""
     found = []
     for start, count, run, digits in TERNARY_RUNS:
@@ -39,8 +39,8 @@ def pack_ternary(q: np.ndarray) -> np.ndarray:
     return np.concatenate(found, axis=1).astype(np.uint8)
 
 
-def unpack_ternary(data: np.ndarray) -> np.ndarray:
-    """The inverse of `pack_ternary`."""
+def unpack_tq1(data: np.ndarray) -> np.ndarray:
+    """The inverse of `pack_tq1`."""
     found, place = [], 0
     for _, _, run, digits in TERNARY_RUNS:
         part = data[:, None, place : place + run]

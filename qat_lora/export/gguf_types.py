@@ -29,11 +29,11 @@ from qat_lora.errors import UserError
 from qat_lora.export.gguf_blocks import (
     pack_eight,
     pack_sixteen,
-    pack_ternary,
+    pack_tq1,
     planes,
     unpack_eight,
     unpack_sixteen,
-    unpack_ternary,
+    unpack_tq1,
     unplanes,
 )
 from qat_lora.quant.linear import StoredWeight, each
@@ -231,12 +231,12 @@ PLANES = {"TQ2_0": (2, 32), "Q2_0": (2, 1), "Q4_0": (4, 16), "Q4_1": (4, 16), "Q
 
 def _packed(kind: str, q: np.ndarray) -> np.ndarray:
     """The bodies of flat blocks: uint8 [blocks, weights] → [blocks, bytes]."""
-    return pack_ternary(q) if kind == "TQ1_0" else planes(q, *PLANES[kind])
+    return pack_tq1(q) if kind == "TQ1_0" else planes(q, *PLANES[kind])
 
 
 def _unpacked(kind: str, body: np.ndarray) -> np.ndarray:
     """The inverse of `_packed`."""
-    return unpack_ternary(body) if kind == "TQ1_0" else unplanes(np.ascontiguousarray(body), *PLANES[kind])
+    return unpack_tq1(body) if kind == "TQ1_0" else unplanes(np.ascontiguousarray(body), *PLANES[kind])
 
 
 # -- k-quants --------------------------------------------------------------------------------------------------------

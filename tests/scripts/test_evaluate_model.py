@@ -1,6 +1,9 @@
 """evaluate_model.py: accuracy of models, students and exports, where it is kept, and what is refused."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ from small import CPU
 from students import student_of
 
 from qat_lora.data.tasks import TASKS, local_task
+from qat_lora.errors import ROOT
 from qat_lora.models.loading import load_model, load_tokenizer
 from qat_lora.quant.student import StudentSpec, save_student
 
@@ -102,3 +106,14 @@ def test_what_cannot_be_evaluated_is_refused(run, refuse, student, tmp_path, fla
         run("export_model", "--checkpoint", student, "--format", formats[flags[-1]], "--output-dir", tmp_path / "out")
         flags = ["--model", tmp_path / "out"]
     assert said in refuse("evaluate_model", *flags, *CPU)
+
+
+@pytest.mark.xla
+def test_batches_of_one_shape_on_xla_give_the_same_answers(run, sharp_model_dir, tmp_path):
+    here = results(run, tmp_path / "cpu.json", "--model", sharp_model_dir)
+    command = [sys.executable, ROOT / "scripts/evaluate_model.py", "--model", sharp_model_dir, "--items", 24]
+    command += ["--device", "xla", "--output", tmp_path / "xla.json"]
+    subprocess.run(list(map(str, command)), check=True, capture_output=True, env=os.environ | {"PJRT_DEVICE": "CPU"})
+    there = json.loads((tmp_path / "xla.json").read_text())
+    for name in TASKS:
+        assert there[name]["device"] == "xla" and there[name]["metrics"] == here[name]["metrics"]

@@ -114,11 +114,15 @@ def test_what_a_target_does_not_hold_is_refused_before_training(llama, refuse, t
     assert not (tmp_path / "run").exists()
 
 
-def test_a_model_that_llama_cpp_does_not_know_is_refused(model, run, refuse, tmp_path):
-    folder = model("stablelm")
+@pytest.mark.parametrize("kind, target, said", [
+    ("stablelm", "llama.cpp", "use --target vllm, mlx or hf"),
+    ("persimmon", "mlx", "mlx-lm 0.32.2 has no model type 'persimmon'; use hf"),
+])  # fmt: skip
+def test_a_model_that_a_reader_does_not_know_is_refused(model, run, refuse, tmp_path, kind, target, said):
+    folder = model(kind)
     run("build_kd_cache", "--model", folder, "--cache-dir", folder / "cache", *CACHE)
-    flags = ["--cache-dir", folder / "cache", "--output-dir", tmp_path / "run", "--target", "llama.cpp", *SHORT]
-    assert "use --target vllm, mlx or hf" in refuse("train_qat", *flags)
+    flags = ["--cache-dir", folder / "cache", "--output-dir", tmp_path / "run", "--target", target, *SHORT]
+    assert said in refuse("train_qat", *flags)
 
 
 @pytest.mark.parametrize("target", HELD)
