@@ -2,8 +2,7 @@
 """How many questions does a model answer? Runs tasks of lm-evaluation-harness on a model, a student or an export.
 
     python scripts/evaluate_model.py --tasks agreement,recall,docstring                     # the embedded model
-    python scripts/evaluate_model.py --checkpoint runs/q2/best.pt \\
-        --adapter runs/q2-lora/adapter
+    python scripts/evaluate_model.py --checkpoint runs/q2/best.pt --adapter runs/lora/adapter
     python scripts/evaluate_model.py --model exports/q2/model.gguf --tasks recall
     python scripts/evaluate_model.py --checkpoint runs/q2/best.pt --tasks arc_easy,hellaswag --items 500
     python scripts/evaluate_model.py --tasks my_task.yaml --output results.json
@@ -17,8 +16,8 @@ folders if their library is installed, and .gguf files of a student, which run i
 folder runs on a Mac: mlx_lm.evaluate.
 
 Prints a table. The results are added to tasks.json in the run of the adapter or student, whose report
-(make report) then shows them; --output writes them elsewhere. 200 questions of each local task take about five minutes
-on two cores with the embedded model.
+(make report) then shows them; --output writes them elsewhere. 200 questions of each local task take a few minutes on
+two cores with the embedded model.
 """
 
 from dataclasses import dataclass
@@ -37,7 +36,9 @@ class Config(ScriptConfig):
     tasks: str = opt.data("agreement,recall,docstring", "tasks, separated by commas: names, or YAML files")
     items: int = opt.data(200, "questions of each task, from the first on", "--limit", at_least=1)
     shots: int | None = opt.data(None, "solved examples before each question [the task's own]", at_least=0)
-    batch_size: int = opt.run(8, "questions per forward pass", at_least=1)
+    batch_size: int = opt.run(
+        8, "questions per forward pass, which holds their logits for every token of the vocabulary", at_least=1
+    )
     precision: Literal["auto", "fp32", "bf16"] = opt.device(
         "fp32", "arithmetic: fp32, bf16 autocast, or auto (bf16 where the device supports it)"
     )

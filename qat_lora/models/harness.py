@@ -35,9 +35,6 @@ class Harness(HFLM):
             raise UserError(NO_TEXT)
         return super()._model_generate(*words, **named)
 
-    def get_model_info(self) -> dict:
-        return {}
-
 
 def on_backend(model: nn.Module, tokenizer, backend: TorchBackend, batch_size: int) -> Harness:
     """A model of ours, which is placed on the backend's device. Where shapes must not change, batches are padded to

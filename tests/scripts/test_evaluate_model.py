@@ -117,3 +117,9 @@ def test_batches_of_one_shape_on_xla_give_the_same_answers(run, sharp_model_dir,
     there = json.loads((tmp_path / "xla.json").read_text())
     for name in TASKS:
         assert there[name]["device"] == "xla" and there[name]["metrics"] == here[name]["metrics"]
+
+
+def test_an_adapter_is_evaluated_on_its_student(run, tiny_student, make_adapter, tiny_model_dir, tmp_path):
+    adapter = make_adapter(tiny_model_dir)
+    found = results(run, tmp_path / "r.json", "--checkpoint", tiny_student, "--adapter", adapter)
+    assert found["recall"]["adapter"] == str(adapter) and found["recall"]["items"] == 24
