@@ -147,7 +147,7 @@ def report(cfg: Config, directory: Path, tokens: int, seconds: float) -> None:
     size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     say(f"{size / 1e6:.1f} MB; {tokens} tokens in {seconds:.0f} s ({tokens / max(seconds, 1e-9):.0f} tokens/s)")
     model = None if cfg.model == EMBEDDED else cfg.model
-    summarise({"cache": directory}, [], command("train_qat", model=model, config="q2_g32", cache_dir=directory))
+    summarise({"cache": directory}, [], command("train_qat", model=model, config="q2_g64", cache_dir=directory))
 
 
 def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:

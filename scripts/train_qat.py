@@ -1,9 +1,9 @@
 # PYTHON_ARGCOMPLETE_OK
 """How good can a low-bit model become? Quantisation-aware training (QAT) of a student from its teacher's KD cache.
 
-    python scripts/train_qat.py --config q2_g32 --cache-dir caches/text_L256 --max-steps 300
-    python scripts/train_qat.py --config q2_g32 --cache-dir caches/text_L256 --output-dir runs/q2 --resume auto
-    python scripts/train_qat.py --config q2_g32 --cache-dir caches/text_L256 --checkpoint runs/q2/best.pt
+    python scripts/train_qat.py --config q2_g64 --cache-dir caches/text_L256 --max-steps 300
+    python scripts/train_qat.py --config q2_g64 --cache-dir caches/text_L256 --output-dir runs/q2 --resume auto
+    python scripts/train_qat.py --config q2_g64 --cache-dir caches/text_L256 --checkpoint runs/q2/best.pt
 
 The student is the low-bit copy of a model, the teacher the original. The teacher's predictions come from the cache that
 build_kd_cache.py made, so no update runs the teacher.
