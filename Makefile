@@ -201,7 +201,7 @@ bench-served: setup-peers ## each format's perplexity and answers in its own lib
 	PYTHONPATH=$(PEERS) $(PY) benchmarks/served.py
 
 runs/small_llama: | $(READY)
-	$(PY) benchmarks/small_llama.py $@
+	$(PY) benchmarks/small_llama.py --output-dir $@
 
 bench-grids: setup-peers | runs/small_llama ## quantisers at equal bits, and k-quants against llama.cpp's own (3 hours; resumes)
 	PYTHONPATH=$(PEERS) $(PY) benchmarks/qat_quality.py --config grids

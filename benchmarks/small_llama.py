@@ -1,13 +1,13 @@
 """Train a small Llama on Python's help topics, whose inputs 256 divides, as llama.cpp's k-quants need.
 
-    python benchmarks/small_llama.py runs/small_llama     # 5 minutes on two cores
+    python benchmarks/small_llama.py     # 5 minutes on two cores
 
 It writes a model folder: 2.6M weights, 1,024 tokens of byte-level BPE. qat_quality.py and served.py take it as --model.
 The last tenth of the text is kept for measuring.
 """
 
 import math
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,12 +16,24 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from qat_lora.data.options import TextSource
 from qat_lora.data.packing import stream
 from qat_lora.hardware import tiny
+from qat_lora.run.command_line import run_script
+from qat_lora.run.files import check_new
+from qat_lora.run.options import ScriptConfig, option
 
 STEPS, ROWS, LENGTH, RATE = 600, 8, 256, 3e-3
 
 
-def main(folder: Path) -> None:
-    torch.manual_seed(0)
+@dataclass(frozen=True, kw_only=True)
+class Config(ScriptConfig):
+    output_dir: str = option("runs/small_llama", "new folder for the model")
+
+
+def main(cfg: Config) -> None:
+    folder = Path(cfg.output_dir)
+    check_new(folder)
+    if cfg.dry_run:
+        return
+    torch.manual_seed(cfg.seed)
     tokenizer = tiny.tokenizer(1024)
     tokens, _ = stream(TextSource().documents(tokenizer), tokenizer)
     tokens = tokens.long()
@@ -56,4 +68,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_script(main, Config, "small_llama", __doc__)
