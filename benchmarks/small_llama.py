@@ -1,6 +1,6 @@
 """Train a small Llama on Python's help topics, whose inputs 256 divides, as llama.cpp's k-quants need.
 
-    python benchmarks/small_llama.py     # 5 minutes on two cores
+    python benchmarks/small_llama.py   # ten minutes on one core
 
 It writes a model folder: 2.6M weights, 1,024 tokens of byte-level BPE. qat_quality.py and served.py take it as --model.
 The last tenth of the text is kept for measuring.
