@@ -34,7 +34,7 @@ KINDS = {  # quantiser, and the type of its GGUF file
     "2 bits, k-quant": ("q2_k", "Q2_K"), "ternary, 256": ("ternary/g256", "TQ2_0"),
 }  # fmt: skip
 PACKED = ("16 bits", "4 bits", "2 bits", "ternary")  # in transformers, too
-PROMPT, NEW = 256, 64
+PROMPT, NEW, WEIGHTS = 256, 64, (".gguf", ".safetensors")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,18 +60,20 @@ def main(cfg: Config) -> None:
             if said.returncode:
                 raise UserError(f"{' '.join(words)} failed")
             found[engine, what].append(json.loads(said.stdout.splitlines()[-1]))
-    print(f"{cfg.model}, {cfg.threads} threads, {cfg.rounds} rounds, commit {revision()}\n")
+        show(cfg, sides, found)  # after each round, since a round takes minutes
+
+
+def show(cfg: Config, sides: dict, found: dict) -> None:
+    rounds = len(found["llama.cpp", "16 bits"])
+    print(f"{cfg.model}, {cfg.threads} threads, {rounds} rounds, commit {revision()}\n")
     print("| engine | weights | MB | prompt, tokens/s | generated, tokens/s | / 16 bits | peak MB |")
     print("|---|---|---:|---:|---:|---:|---:|")
     for (engine, what), rows in found.items():
-        size = sum(file.stat().st_size for file in sides[engine, what].glob("*.[gs]*") if file.suffix in SUFFIXES) / 1e6
+        size = sum(file.stat().st_size for file in sides[engine, what].iterdir() if file.suffix in WEIGHTS) / 1e6
         ratio = [row["new"] / base["new"] for row, base in zip(rows, found[engine, "16 bits"])]
         figures = [spread([row[key] for row in rows]) for key in ("prompt", "new")]
         peak = median(row["peak"] for row in rows)
         print(f"| {engine} | {what} | {size:.1f} | {' | '.join(figures)} | {spread(ratio, 2)} | {peak:.0f} |")
-
-
-SUFFIXES = (".gguf", ".safetensors")
 
 
 def spread(values: list[float], digits: int = 0) -> str:
