@@ -52,7 +52,7 @@ from qat_lora.models.loading import EMBEDDED, empty_model, load_config, load_mod
 from qat_lora.models.packaged import CHOICES, notes
 from qat_lora.quant.init import initialise, input_moments
 from qat_lora.quant.linear import freeze, full_precision, parameter_groups, quantized_layers
-from qat_lora.quant.spec import QuantSpec
+from qat_lora.quant.spec import NAMES, QuantSpec
 from qat_lora.quant.student import StudentSpec, freeze_plain_tables, quantize
 from qat_lora.run.command_line import run_script
 from qat_lora.run.files import lock, read_json, write_atomically, write_json
@@ -75,7 +75,7 @@ class Config(TextSource, ScriptConfig):
     model: str = option(EMBEDDED, f"model to quantise, which is also the teacher: {CHOICES}")
     other_dataset: str | None = option(None, "a text of another kind, used for measuring only")
     grids: str = option("int2/g64,int2/g32,int4/g32,int4/g96", "quantisers of MLP and attention, to compare")
-    methods: str = option(",".join(METHODS[:-1]), "methods to compare")
+    methods: str = option(",".join(name for name in METHODS if name != "llama.cpp"), "methods to compare")
     seeds: str = option("0,1", "seeds for the order of the rows")
     steps: int = option(488, "updates of 4×256 tokens at 2 bits (by default half a million tokens)")
     steps_4bit: int = option(96, "updates at 4 bits")
@@ -128,6 +128,10 @@ def check(cfg: Config) -> list[str]:
             raise UserError(f"--grids {grid} is not a group quantiser of 2 or 4 bits; use e.g. int2/g64")
         if spec.codebook != "int" and "torchao" in cfg.methods:
             raise UserError(f"--grids {grid}: torchao supports int grids only; leave torchao out of --methods")
+        if "llama.cpp" in cfg.methods and str(spec) not in NAMES.values():
+            raise UserError(
+                f"--grids {grid}: llama.cpp has no type of this grid; use {', '.join(NAMES)}, or leave it out"
+            )
         quantize(empty_model(cfg.model), StudentSpec(grid, grid))  # refuses groups that do not divide its widths
     if not all(seed.isdecimal() for seed in cfg.seeds.split(",")):
         raise UserError(f"--seeds {cfg.seeds} is not a list of whole numbers; use e.g. 0,1")

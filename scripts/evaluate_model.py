@@ -58,8 +58,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from qat_lora.backend import TorchBackend, open_backend
-from qat_lora.data.tasks import TASKS as LOCAL
-from qat_lora.data.tasks import local_task
+from qat_lora.data.tasks import TASKS, local_task
 from qat_lora.errors import UserError, first_line
 from qat_lora.hosts.revision import revision
 from qat_lora.lora.adapter import load_adapter, load_trained
@@ -68,13 +67,13 @@ from qat_lora.models.loading import load_tokenizer
 from qat_lora.models.source import stored_quantised
 from qat_lora.run.console import say
 from qat_lora.run.files import read_json, write_json
-from qat_lora.run.report import TASK_COLUMNS, TASKS, task_rows
+from qat_lora.run.report import TASK_COLUMNS, TASKS_FILE, task_rows
 
 
 def main(cfg: Config) -> None:
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    tasks = load_tasks(cfg)
     output = output_of(cfg)
+    tasks = load_tasks(cfg)
     if cfg.dry_run:
         return say(
             f"tasks {', '.join(tasks)}, at most {cfg.items} questions each; results to {output or 'the terminal'}"
@@ -95,12 +94,12 @@ def main(cfg: Config) -> None:
 def load_tasks(cfg: Config) -> dict:
     """The harness's tasks by name. Raises UserError for a name that it does not know, and for data out of reach."""
     names = [name.strip() for name in cfg.tasks.split(",") if name.strip()]
-    own = all(name in LOCAL for name in names)
-    manager, local = TaskManager(include_defaults=not own), ", ".join(LOCAL)
+    own = all(name in TASKS for name in names)
+    manager, local = TaskManager(include_defaults=not own), ", ".join(TASKS)
     found = {}
     for name in names:
         try:
-            found |= manager.load([local_task(name, cfg.items) if name in LOCAL else name])["tasks"]
+            found |= manager.load([local_task(name, cfg.items) if name in TASKS else name])["tasks"]
         except KeyError as error:
             raise UserError(
                 f"--tasks {name} is not a task of lm_eval {lm_eval.__version__} or a YAML file; local ones: {local}"
@@ -149,10 +148,13 @@ def load_packed(folder: str) -> tuple[nn.Module, PreTrainedTokenizerBase]:
 def output_of(cfg: Config) -> Path | None:
     """The file for the results: --output, or tasks.json in the run that made the adapter or student."""
     if cfg.output:
-        return Path(cfg.output)
+        output = Path(cfg.output)
+        if output.is_dir() or not output.parent.is_dir():
+            raise UserError(f"--output {output} is not a file in a folder that exists; give another path")
+        return output
     made = cfg.adapter or cfg.checkpoint
     run = Path(made).parent if made else None
-    return run / TASKS if run and (run / "manifest.json").exists() else None
+    return run / TASKS_FILE if run and (run / "manifest.json").exists() else None
 
 
 def result(found: dict, name: str) -> dict:

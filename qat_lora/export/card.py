@@ -9,15 +9,16 @@ from qat_lora.models.packaged import PACKAGED
 from qat_lora.quant.student import StudentSpec
 from qat_lora.run.console import command
 
-LOADING = {
-    "gguf": 'from llama_cpp import Llama\n\nmodel = Llama("{folder}/model.gguf"{lora})\n'
+LOADING = {  # with the variable `folder`; LORA and ADAPTER are empty without an adapter
+    "gguf": 'from llama_cpp import Llama\n\nmodel = Llama(f"{folder}/model.gguf"LORA)\n'
     'print(model("Hello", max_tokens=20)["choices"][0]["text"])',
-    "mlx": 'from mlx_lm import generate, load\n\nmodel, tokenizer = load("{folder}"{lora})\n'
+    "mlx": "from mlx_lm import generate, load\n\nmodel, tokenizer = load(folderLORA)\n"
     'print(generate(model, tokenizer, prompt="Hello", max_tokens=20))',
-    "hf": 'from transformers import pipeline\n\nmodel = pipeline("text-generation", "{folder}{adapter}")\n'
+    "hf": 'from transformers import pipeline\n\nmodel = pipeline("text-generation", f"{folder}ADAPTER")\n'
     'print(model("Hello", max_new_tokens=20)[0]["generated_text"])',
 }
-LORA = {"gguf": ', lora_path="{folder}/adapter.gguf"', "mlx": ', adapter_path="{folder}/adapter"'}
+LORA = {"gguf": ', lora_path=f"{folder}/adapter.gguf"', "mlx": ', adapter_path=f"{folder}/adapter"'}
+DOWNLOAD = 'from huggingface_hub import snapshot_download\n\nfolder = snapshot_download("{name}")\n'
 LIBRARIES = {"gguf": "gguf", "mlx": "mlx"}
 
 
@@ -44,11 +45,10 @@ def card(source: Source, record: dict, folder: Path, hub: str | None = None) -> 
         rows["KL to the teacher"] = f"{info['heldout_kl']:.3f} nats a token (the same rows)"
     rows["made at commit"] = record["commit"]
     table = "\n".join(f"| {what} | {value} |" for what, value in rows.items())
-    lora = LORA.get(kind, "").format(folder=hub or folder) if record["adapter_as"] == "lora" else ""
-    adapter = "/adapter" if record["adapter_as"] == "lora" else ""
-    code = LOADING.get(kind, LOADING["hf"]).format(folder=hub or folder, lora=lora, adapter=adapter)
-    if hub:
-        code = code.replace(f'Llama("{hub}/model.gguf"', f'Llama.from_pretrained("{hub}", "model.gguf"')
+    beside = record["adapter_as"] == "lora"
+    code = LOADING.get(kind, LOADING["hf"]).replace("LORA", LORA.get(kind, "") if beside else "")
+    code = code.replace("ADAPTER", "/adapter" if beside else "")
+    code = (DOWNLOAD.format(name=hub) if hub else f'folder = "{folder}"\n') + code
     again = command("measure_perplexity", checkpoint=source.checkpoint, adapter=source.adapter, dataset="TEXT")
     measure = (
         f"\nTo measure the student again, on a text of yours:\n\n```bash\n{again}\n```\n" if source.checkpoint else ""

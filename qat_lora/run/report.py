@@ -14,7 +14,7 @@ from qat_lora.run.resuming import read_config
 from qat_lora.run.rundir import Run
 
 FILE = "report.html"
-TASKS = "tasks.json"  # what evaluate_model.py measured
+TASKS_FILE = "tasks.json"  # what evaluate_model.py measured
 TASK_COLUMNS = ("task", "questions", "shots", "metric", "value", "±")
 TEXTS = ("samples.txt", "transcripts.md")  # text that a model generated
 LONGEST = 6000  # most characters of a text to show
@@ -104,7 +104,7 @@ def write_report(path: Path, result: dict[str, Any] | None = None) -> Path:
         command="python " + " ".join(manifest["argv"]),
         measured=list(_measured(Run(path, resumed=False).metrics())),
         summary=[pair for pair in _flat(summary) if pair[0] != "status"],
-        tasks=task_rows(read_json(path / TASKS)) if (path / TASKS).exists() else [],
+        tasks=task_rows(read_json(path / TASKS_FILE)) if (path / TASKS_FILE).exists() else [],
         task_columns=TASK_COLUMNS,
         pictures=[(picture.name, base64.b64encode(picture.read_bytes()).decode()) for picture in pictures],
         texts=[{"name": name, "content": _start(path / name)} for name in TEXTS if (path / name).exists()],

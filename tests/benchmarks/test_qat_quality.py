@@ -18,6 +18,7 @@ from qat_lora.run.command_line import parse
         (["--grids", "int8/g64"], "of 2 or 4 bits"),
         (["--grids", "balanced2/g64"], "torchao supports int grids only"),
         (["--grids", "int2/g64,int4/g128"], "576 inputs are not divisible by group 128"),
+        (["--methods", "llama.cpp", "--grids", "int2/g32/s8"], "llama.cpp has no type of this grid; use q2_0"),
         (["--methods", "awq"], "'awq' is not one of rtn, mse"),
         (["--seeds", "a"], "--seeds a"),
         (["--steps", "23"], "--steps 23 must be at least 24"),

@@ -221,15 +221,17 @@ BLOCKS = {f"Q{bits}_K": f"q{bits}_k" for bits in range(2, 7)} | dict.fromkeys(("
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_logits_of_types_with_blocks_of_256(full_model_dir, tmp_path, kind):
-    """.046 to .051 apart, and this model's Q8_0 .034: a rounding that falls the other way is amplified. A wrong order
-    of codes, scales or rows makes it about 1."""
-    config = tf.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, **WIDE)
+    """With one block, since each amplifies roundings that fall the other way. A wrong order of codes, scales or rows
+    makes it about 1."""
+    config = tf.LlamaConfig(
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, **WIDE | {"num_hidden_layers": 1}
+    )
     name, tokens = str(full_model_dir(tf.AutoModelForCausalLM.from_config(config))), torch.arange(3, 67)
     spec = StudentSpec(BLOCKS[kind], BLOCKS[kind])
     ours, theirs, _, kinds = both_logits(name, spec, tmp_path, False, tokens, 256, wanted=kind)
     far = distance(theirs, ours, ours)
     print(f"\nllama {kind}: {far:.5f}", flush=True)
-    assert kinds == {kind} and far < 8e-2
+    assert kinds == {kind} and far < 5e-2
 
 
 def both_logits(name, spec, tmp_path, adapted, tokens, rounds=0, search=True, wanted="auto"):

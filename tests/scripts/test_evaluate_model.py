@@ -97,10 +97,11 @@ def test_results_are_kept_in_the_run_of_the_student_and_shown_in_its_report(run,
     (["--tasks", "nonsense"], "--tasks nonsense is not a task of lm_eval"),
     (["--tasks", " ,"], "names no task; local ones: agreement, recall, docstring"),
     (["--items", 0], "--items 0 must be at least 1"),
+    (["--output", "nowhere/results.json"], "--output nowhere/results.json is not a file in a folder that exists"),
     (["--model", "mlx"], "is an mlx folder, which runs on a Mac: mlx_lm.evaluate"),
     (["--model", "packed"], "compressed-tensors"),
 ])  # fmt: skip
-def test_what_cannot_be_evaluated_is_refused(run, refuse, student, tmp_path, flags, said, monkeypatch):
+def test_what_cannot_be_evaluated_is_refused(run, refuse, student, tmp_path, flags, said):
     formats = {"mlx": "mlx", "packed": "compressed-tensors"}
     if flags[-1] in formats:
         run("export_model", "--checkpoint", student, "--format", formats[flags[-1]], "--output-dir", tmp_path / "out")

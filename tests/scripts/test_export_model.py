@@ -267,7 +267,9 @@ def hub(monkeypatch):
 def test_an_export_is_pushed_to_the_hub_with_a_card_that_loads_it_from_there(hub, export, tmp_path):
     assert "uploaded to hub/me/q4" in export("--push-to-hub", "me/q4")
     assert hub.uploaded == {"me/q4": ["README.md", "export.json", "model.gguf"]}
-    assert 'Llama.from_pretrained("me/q4", "model.gguf")' in (tmp_path / "out" / "README.md").read_text()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert 'folder = snapshot_download("me/q4")' in card and 'Llama(f"{folder}/model.gguf")' in card
+    assert str(tmp_path / "out") not in card.partition("To load it")[2]
 
 
 def test_a_failed_upload_keeps_the_export_and_says_how_to_upload_it(hub, export, tmp_path):
