@@ -7,6 +7,7 @@ two still differ by noise of about 0.2% over these tokens. F16 has no such round
 
 import gc
 import math
+import sys
 from pydoc_data.topics import topics
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 import transformers as tf
 from peft import LoraConfig, get_peft_model
 
+from qat_lora.errors import ROOT
 from qat_lora.export.gguf import ADAPTER_FILE, MODEL_FILE, plan_gguf, write_gguf
 from qat_lora.export.source import load_source
 from qat_lora.lora.adapter import load_adapter
@@ -58,19 +60,14 @@ def student(tmp_path_factory):
     return make
 
 
-def rounded(x, size=32):
-    """Activations rounded as in llama.cpp: in blocks of 32 with an fp16 step, or of 256 with an fp32 step, with 127
-    steps up to the largest."""
-    blocks = x.reshape(*x.shape[:-1], -1, size)
-    step = blocks.abs().amax(-1, keepdim=True) / 127
-    used = step.half().float() if size == 32 else step
-    return ((blocks / step.clamp(min=1e-30)).round() * used).view_as(x)
+sys.path.append(str(ROOT / "benchmarks"))
+from served import rounding_inputs  # noqa: E402
 
 
 def round_inputs(model, size=32):
-    """Round the inputs of every quantised layer of a student in this way."""
+    """Round the inputs of every quantised layer of a student as llama.cpp does."""
     for layer in quantized_layers(model).values():
-        layer.register_forward_pre_hook(lambda layer, args: (rounded(args[0], size),))
+        layer.register_forward_pre_hook(rounding_inputs(size))
     return model
 
 

@@ -124,3 +124,14 @@ def test_an_adapter_is_evaluated_on_its_student(run, tiny_student, make_adapter,
     adapter = make_adapter(tiny_model_dir)
     found = results(run, tmp_path / "r.json", "--checkpoint", tiny_student, "--adapter", adapter)
     assert found["recall"]["adapter"] == str(adapter) and found["recall"]["items"] == 24
+
+
+@pytest.mark.peer
+def test_a_gguf_file_answers_in_llama_cpp_as_its_student_does_here(run, student, tmp_path):
+    """It rounds the inputs of products to 8 bits, so one question in twelve may differ."""
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed; make setup-peers builds it")
+    here = results(run, tmp_path / "a.json", "--checkpoint", student)
+    run("export_model", "--checkpoint", student, "--format", "gguf", "--output-dir", tmp_path / "gguf")
+    there = results(run, tmp_path / "b.json", "--model", tmp_path / "gguf" / "model.gguf")
+    for name in TASKS:
+        assert abs(there[name]["metrics"]["acc"][0] - here[name]["metrics"]["acc"][0]) < 2.5 / 24
