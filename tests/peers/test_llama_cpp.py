@@ -7,7 +7,7 @@ two still differ by noise of about 0.2% over these tokens. F16 has no such round
 
 import gc
 import math
-import sys
+import runpy
 from pydoc_data.topics import topics
 
 import numpy as np
@@ -29,6 +29,7 @@ pytestmark = pytest.mark.peer
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed; make setup-peers builds it")
 
 WINDOW, WINDOWS, NEAR = 512, 4, 0.005
+rounding_inputs = runpy.run_path(str(ROOT / "benchmarks" / "served.py"))["rounding_inputs"]
 STUDENTS = {  # an untrained 2-bit model would give nonsense, so only its attention is quantised
     "Q2_0": (StudentSpec(mlp="none", attn="int2/g64"), {"Q2_0"}),
     "Q4_0": (StudentSpec(mlp="int4/g32", attn="int4/g32", head="int8/g32"), {"Q4_0", "Q8_0"}),
@@ -58,10 +59,6 @@ def student(tmp_path_factory):
         return made[kind]
 
     return make
-
-
-sys.path.append(str(ROOT / "benchmarks"))
-from served import rounding_inputs  # noqa: E402
 
 
 def round_inputs(model, size=32):
