@@ -23,8 +23,8 @@ class FakeQuant(torch.autograd.Function):
     """Nearest level times scale, plus an offset, with the straight-through gradient of LSQ and LSQ+ (arXiv 1902.08153,
     2004.09576).
 
-    weight [O, G, g] latent; scale and offset, if any, broadcastable to it. With x = (w − m)/s and q the level nearest
-    to x:
+    weight [O, G, g] latent; scale broadcastable to it; with an offset, both are [O, G, 1]. With x = (w − m)/s and q the
+    level nearest to x:
       output q·s + m in `dtype`;  ∂/∂w = 1 inside the range, 0 outside;  ∂/∂s = q − x inside, the edge level outside;
       ∂/∂m = 0 inside, 1 outside;  the last two times gradient_scale.
     x is inside if rounding it needs no clipping (the edge levels' own cells count as inside). Only weight, scale and
@@ -38,46 +38,39 @@ class FakeQuant(torch.autograd.Function):
     ):  # fmt: skip
         ctx.save_for_backward(weight, scale, offset)
         ctx.grid, ctx.gradient_scale = grid, gradient_scale
-        if offset is None:
-            return quantised(weight, scale, grid, dtype)
-        return quantised(weight - offset, scale, grid, weight.dtype).add_(offset).to(dtype)
+        quantised = _quantised_in_c if _suits_c(dtype, weight, scale, offset) else _quantised
+        return quantised(weight, scale, offset, grid, dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         weight, scale, offset = ctx.saved_tensors
-        weight = weight if offset is None else weight - offset
-        if native.suits(weight, weight, scale) and grad.dtype in native.TYPES:
-            of_weight, of_scale = _gradients_in_c(weight, scale, grad, ctx.grid)
-        else:
-            of_weight, of_scale = _gradients(weight, scale, grad, ctx.grid)
-        of_scale = of_scale.sum_to_size(scale.shape) * ctx.gradient_scale
-        of_offset = None if offset is None else (grad - of_weight).sum_to_size(offset.shape) * ctx.gradient_scale
-        return of_weight, of_scale, None, None, None, of_offset
-
-
-def quantised(weight: Tensor, scale: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
-    """Nearest level times scale in `dtype`; shapes as in FakeQuant."""
-    if native.suits(weight, weight, scale) and dtype in native.TYPES:
-        return _quantised_in_c(weight, scale, grid, dtype)
-    return _quantised(weight, scale, grid, dtype)
+        gradients = _gradients_in_c if _suits_c(grad.dtype, weight, scale, offset) else _gradients
+        of_weight, of_scale, of_offset = gradients(weight, scale, offset, grad, ctx.grid)
+        of_offset = None if offset is None else of_offset * ctx.gradient_scale
+        return of_weight, of_scale.sum_to_size(scale.shape) * ctx.gradient_scale, None, None, None, of_offset
 
 
 @native.fused
-def _quantised(weight: Tensor, scale: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
-    return nearest_level(weight / scale, grid).mul_(scale).to(dtype)
+def _quantised(weight: Tensor, scale: Tensor, offset: Tensor | None, grid: Grid, dtype: torch.dtype) -> Tensor:
+    if offset is None:
+        return nearest_level(weight / scale, grid).mul_(scale).to(dtype)
+    return nearest_level((weight - offset) / scale, grid).mul_(scale).add_(offset).to(dtype)
 
 
 @native.fused
-def _gradients(weight: Tensor, scale: Tensor, grad: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """(∂/∂weight, ∂/∂scale), the latter summed over the weights of a group if the scale is [O, G, 1]."""
-    x = weight / scale
+def _gradients(
+    weight: Tensor, scale: Tensor, offset: Tensor | None, grad: Tensor, grid: Grid
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """∂/∂weight, ∂/∂scale and ∂/∂offset, the latter two summed over the weights of a group if the scale is [O, G, 1]."""
+    x = (weight if offset is None else weight - offset) / scale
     code = (x - grid.lowest).div_(grid.step).round_()
     clipped = code.clamp(0, grid.levels - 1)
     inside = code.eq_(clipped)  # in fp32: products with a bool mask take ten times as long on a CPU
     level = clipped.mul_(grid.step).add_(grid.lowest)
     grad = grad.to(weight.dtype)
-    of_scale = level.sub_(x.mul_(inside)).mul_(grad)
-    return grad * inside, of_scale.sum(2, keepdim=True) if _one_a_group(scale, weight) else of_scale
+    of_weight, of_scale = grad * inside, level.sub_(x.mul_(inside)).mul_(grad)
+    of_offset = None if offset is None else (grad - of_weight).sum(2, keepdim=True)
+    return of_weight, of_scale.sum(2, keepdim=True) if _one_a_group(scale, weight) else of_scale, of_offset
 
 
 def _one_a_group(scale: Tensor, weight: Tensor) -> bool:
@@ -145,14 +138,18 @@ def levels_of(codes: Tensor, grid: Grid) -> Tensor:
 
 
 # -- in C ------------------------------------------------------------------------------------------------------------
+def _suits_c(dtype: torch.dtype, weight: Tensor, *values: Tensor | None) -> bool:
+    return native.suits(weight, *(value for value in values if value is not None)) and dtype in native.TYPES
+
+
 class _Scale(Structure):
-    """Where each weight's scale is: strides are in elements, 0 where weights share a value."""
+    """Where each weight's scale or offset is: strides are in elements, 0 where weights share a value."""
 
     _fields_ = (("data", c_void_p), ("row", c_long), ("group", c_long), ("element", c_long))
 
     @classmethod
-    def of(cls, scale: Tensor, weight: Tensor) -> "_Scale":
-        return cls(scale.data_ptr(), *scale.expand_as(weight).stride())
+    def of(cls, scale: Tensor | None, weight: Tensor) -> "_Scale":
+        return cls() if scale is None else cls(scale.data_ptr(), *scale.expand_as(weight).stride())
 
 
 class _Levels(Structure):
@@ -163,23 +160,29 @@ class _Levels(Structure):
         return cls(grid.lowest, grid.step, grid.levels - 1)
 
 
-def _quantised_in_c(weight: Tensor, scale: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
-    out = torch.empty(weight.shape, dtype=dtype)
-    native.run("quantise", weight.shape, weight, _Scale.of(scale, weight), out, native.TYPES[dtype], _Levels.of(grid))
+def _quantised_in_c(weight: Tensor, scale: Tensor, offset: Tensor | None, grid: Grid, dtype: torch.dtype) -> Tensor:
+    out, values = torch.empty(weight.shape, dtype=dtype), (_Scale.of(scale, weight), _Scale.of(offset, weight))
+    native.run("quantise", weight.shape, weight, *values, out, native.TYPES[dtype], _Levels.of(grid))
     return out
 
 
-def _gradients_in_c(weight: Tensor, scale: Tensor, grad: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+def _gradients_in_c(
+    weight: Tensor, scale: Tensor, offset: Tensor | None, grad: Tensor, grid: Grid
+) -> tuple[Tensor, Tensor, Tensor | None]:
     grad, of_weight = grad.contiguous(), torch.empty_like(weight)
     summed = _one_a_group(scale, weight)
     # tiles keep the products in cache until they are summed
     slices = tiles(len(weight), weight[0].numel(), weight.device) if summed else [slice(None)]
     of_scale = torch.empty_like(scale if summed else weight)
+    of_offset = None if offset is None else torch.empty_like(offset)
     room = torch.empty_like(weight[slices[0]]) if summed else of_scale
     for rows in slices:
-        w, g, products = weight[rows], grad[rows], room[: len(weight[rows])]
-        there = _Scale.of(scale[rows] if len(scale) > 1 else scale, w), native.TYPES[grad.dtype], _Levels.of(grid)
-        native.run("gradients", w.shape, w, g, of_weight[rows], products, *there)
+        w, g, back, products = weight[rows], grad[rows], of_weight[rows], room[: len(weight[rows])]
+        values = [part[rows] if part is not None and len(part) > 1 else part for part in (scale, offset)]
+        there = *(_Scale.of(part, w) for part in values), native.TYPES[grad.dtype], _Levels.of(grid)
+        native.run("gradients", w.shape, w, g, back, products, *there)
         if summed:
             torch.sum(products, 2, keepdim=True, out=of_scale[rows])
-    return of_weight, of_scale
+        if of_offset is not None:
+            torch.sum(torch.sub(g, back, out=products), 2, keepdim=True, out=of_offset[rows])
+    return of_weight, of_scale, of_offset

@@ -8,7 +8,8 @@ to rounding. Types: 0 is fp32, 1 is bf16. */
 #include <stdint.h>
 #include <string.h>
 
-typedef struct { const float *data; long row, group, element; } Scale; /* strides in elements, 0 where a value repeats */
+/* Scales, or offsets, which may be NULL. Strides in elements, 0 where a value repeats. */
+typedef struct { const float *data; long row, group, element; } Scale;
 typedef struct { float lowest, step, top; } Levels;                    /* top: the highest code */
 
 /* For numbers, and NaNs that came from bf16; any other NaN could round to a number. */
@@ -29,22 +30,27 @@ static inline float from_bf16(uint16_t value) {
 
 static inline float clipped(float code, float top) { return code < 0 ? 0 : code > top ? top : code; }
 
+/* The offset of a group; without one −0, because x − −0 and x + −0 are x, also for zeros. */
+static inline float offset_of(Scale m, long row, long group) {
+    return m.data ? m.data[row * m.row + group * m.group] : -0.0f;
+}
+
 static inline __attribute__((always_inline)) void quantise_one(
-    const float *w, const float *s, long stride, void *out, int type, long size, Levels levels, int unit) {
+    const float *w, const float *s, long stride, float m, void *out, int type, long size, Levels levels, int unit) {
     for (long i = 0; i < size; i++) {
-        float scale = s[i * stride], x = w[i] / scale - levels.lowest;
+        float scale = s[i * stride], x = (w[i] - m) / scale - levels.lowest;
         float code = clipped(rintf(unit ? x : x / levels.step), levels.top);
-        float value = ((unit ? code : code * levels.step) + levels.lowest) * scale;
+        float value = ((unit ? code : code * levels.step) + levels.lowest) * scale + m;
         if (type) ((uint16_t *)out)[i] = to_bf16(value);
         else ((float *)out)[i] = value;
     }
 }
 
 static inline __attribute__((always_inline)) void gradients_one(
-    const float *w, const float *s, long stride, const void *grad, int type, float *of_w, float *of_s, long size,
-    Levels levels, int unit) {
+    const float *w, const float *s, long stride, float m, const void *grad, int type, float *of_w, float *of_s,
+    long size, Levels levels, int unit) {
     for (long i = 0; i < size; i++) {
-        float x = w[i] / s[i * stride], shifted = x - levels.lowest;
+        float x = (w[i] - m) / s[i * stride], shifted = x - levels.lowest;
         float code = rintf(unit ? shifted : shifted / levels.step), kept = clipped(code, levels.top);
         float inside = code == kept ? 1 : 0, level = (unit ? kept : kept * levels.step) + levels.lowest;
         float g = type ? from_bf16(((const uint16_t *)grad)[i]) : ((const float *)grad)[i];
@@ -78,15 +84,17 @@ void store_scales(const float *scales, float *out, float least, long n, int thre
     else if (type) call(stride, 1, 0); else call(stride, 0, 0)
 
 /* w and out [rows, groups, size]. */
-void quantise(const float *w, Scale s, void *out, int type, Levels levels, long rows, long groups, long size, int threads) {
+void quantise(const float *w, Scale s, Scale m, void *out, int type, Levels levels, long rows, long groups, long size,
+              int threads) {
     int unit = levels.step == 1;
 #pragma omp parallel for num_threads(threads)
     for (long row = 0; row < rows; row++)
         for (long group = 0; group < groups; group++) {
             long at = (row * groups + group) * size;
             const float *scale = s.data + row * s.row + group * s.group;
+            float offset = offset_of(m, row, group);
             void *to = (char *)out + at * (type ? 2 : 4);
-#define CALL(stride, type, unit) quantise_one(w + at, scale, stride, to, type, size, levels, unit)
+#define CALL(stride, type, unit) quantise_one(w + at, scale, stride, offset, to, type, size, levels, unit)
             if (s.element) { EACH(CALL, 1); } else { EACH(CALL, 0); }
 #undef CALL
         }
@@ -94,17 +102,17 @@ void quantise(const float *w, Scale s, void *out, int type, Levels levels, long 
 
 /* w, grad, of_w and of_s [rows, groups, size]. of_s is the scale's gradient before the sum over weights that share a
 scale. */
-void gradients(const float *w, const void *grad, float *of_w, float *of_s, Scale s, int type, Levels levels, long rows,
-               long groups, long size, int threads) {
+void gradients(const float *w, const void *grad, float *of_w, float *of_s, Scale s, Scale m, int type, Levels levels,
+               long rows, long groups, long size, int threads) {
     int unit = levels.step == 1;
 #pragma omp parallel for num_threads(threads)
     for (long row = 0; row < rows; row++)
         for (long group = 0; group < groups; group++) {
             long at = (row * groups + group) * size;
-            const float *scale = s.data + row * s.row + group * s.group;
+            const float *scale = s.data + row * s.row + group * s.group, offset = offset_of(m, row, group);
             const void *from = (const char *)grad + at * (type ? 2 : 4);
 #define CALL(stride, type, unit) \
-    gradients_one(w + at, scale, stride, from, type, of_w + at, of_s + at, size, levels, unit)
+    gradients_one(w + at, scale, stride, offset, from, type, of_w + at, of_s + at, size, levels, unit)
             if (s.element) { EACH(CALL, 1); } else { EACH(CALL, 0); }
 #undef CALL
         }

@@ -204,10 +204,10 @@ def _narrowed(values: Tensor, reach: Tensor, levels: Levels) -> Tensor:
     """Scales or offsets [R, G, 1] as integers times the factor of their block."""
     factor, (rows, blocks, _) = _factor(reach, levels), reach.shape
     gradient_scale = 1 / math.sqrt(values.shape[1] // blocks * levels.largest)
-    kept = FakeQuant.apply(values.view(rows, blocks, -1), factor, levels, gradient_scale, values.dtype).view_as(values)
-    if not levels.lowest < 0 < levels.lowest + levels.levels - 1:
-        return kept
-    return not_zero(kept, _for_each(factor.detach().abs(), values))  # a scale is never 0
+    kept = FakeQuant.apply(values.view(rows, blocks, -1), factor, levels, gradient_scale, values.dtype)
+    if levels.lowest < 0 < levels.lowest + levels.levels - 1:
+        kept = not_zero(kept, factor.detach().abs())  # a scale is never 0
+    return kept.view_as(values)
 
 
 class QuantLinear(nn.Linear):

@@ -42,7 +42,11 @@ def same(ours, theirs) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("text", ["balanced2/g8", "lut4/g16", "int4/g48", "int8/g8", "balanced3/tensor", "lut2/r3"])
+@pytest.mark.parametrize(
+    "text",
+    ["balanced2/g8", "lut4/g16", "int4/g48", "int8/g8", "balanced3/tensor", "lut2/r3", "ternary/g8", "int4/g32+offset",
+     "int2/g16+offset/s4x48", "int2/g32/s8"],
+)  # fmt: skip
 def test_fake_quantisation_is_bit_equal(text, dtype, both):
     spec = QuantSpec.parse(text)
     quantizer, weight, upstream = Quantizer(spec, 40, 96), random(40, 96), random(40, 96, seed=1).to(dtype)
