@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from qat_lora.data.options import TextSource
 from qat_lora.data.packing import stream
@@ -38,7 +39,8 @@ from qat_lora.run.options import ScriptConfig, option
 
 WINDOW, ANSWERS, NEW, ROWS = 512, 10, 32, 16
 GRIDS = "int2/g64,ternary/g64,int4/g32+offset,int4/g32,balanced4/g32,int8/g32,int2/g64+offset"
-Reader = Callable[[list[int]], Tensor]  # tokens to logits [tokens, vocabulary]
+# Gives logits [tokens, vocabulary] of tokens, which continue those of earlier calls if `more` is true.
+Reader = Callable[[list[int], bool], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,9 +129,13 @@ def export_packed(name: str, source: Source, folder: Path) -> tuple[str | None, 
 
 # -- readers ---------------------------------------------------------------------------------------------------------
 def plain(model: nn.Module) -> Reader:
+    cache = None
+
     @torch.no_grad()
-    def logits(tokens):
-        return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
+    def logits(tokens, more=False):
+        nonlocal cache
+        cache = cache if more else DynamicCache(config=model.config)
+        return model(input_ids=torch.tensor([tokens]), past_key_values=cache).logits[0].float()
 
     return logits
 
@@ -145,10 +151,12 @@ def in_llama_cpp(folder: Path) -> Reader:
     file = str(folder / "model.gguf")
     model = llama.Llama(file, n_ctx=WINDOW, n_batch=WINDOW, logits_all=True, verbose=False)
 
-    def logits(tokens):
-        model.reset()
+    def logits(tokens, more=False):
+        if not more:
+            model.reset()
+        start = model.n_tokens
         model.eval(tokens)
-        return torch.tensor(model.scores[: len(tokens)])
+        return torch.tensor(model.scores[start : model.n_tokens])
 
     return logits
 
@@ -157,7 +165,14 @@ def in_mlx(folder: Path) -> Reader:
     mx, library = (load_package(name, "--formats mlx", ", or leave it out") for name in ("mlx.core", "mlx_lm"))
     model = library.load(str(folder))[0]
     model.set_dtype(mx.float32)
-    return lambda tokens: torch.tensor(model(mx.array([tokens])).astype(mx.float32).tolist())[0]
+    cache = None
+
+    def logits(tokens, more=False):
+        nonlocal cache
+        cache = cache if more else library.models.cache.make_prompt_cache(model)
+        return torch.tensor(model(mx.array([tokens]), cache=cache).astype(mx.float32).tolist())[0]
+
+    return logits
 
 
 # -- figures ---------------------------------------------------------------------------------------------------------
@@ -185,9 +200,11 @@ def perplexity(logits: Reader, rows: list[list[int]]) -> float:
 def answers(logits: Reader, starts: list[list[int]]) -> list[list[int]]:
     """Greedy continuations of NEW tokens."""
     found = []
-    for tokens in starts:
-        for _ in range(NEW):
-            tokens = [*tokens, int(logits(tokens)[-1].argmax())]
+    for start in starts:
+        tokens, seen = [], start
+        for more in range(NEW):
+            tokens.append(int(logits(seen, more > 0)[-1].argmax()))
+            seen = tokens[-1:]
         found.append(tokens)
     return found
 
