@@ -12,6 +12,8 @@ the exact KL(teacher‖student) are measured on the rest and on --other-dataset,
   loftq           alternating rounding and SVD (arXiv 2310.08659), then the adapter alone
   torchao         its QAT: scales from the largest weight, recomputed at every step; from the same cached targets
   torchao-text    the same from the text alone, with cross-entropy, as torchao documents it
+  autoround       AutoRound's recipes, 200 or 50 updates a block, also with its extension: autoround, autoround-light,
+                  autoround-ext, autoround-light-ext
   ours            GPTQ and layer-wise, end to end, recovery LoRA: one row per stage
   llama.cpp       its own quantiser on the same grid, with and without an importance matrix of the calibration rows
   ranks           adapters on `ours` before its LoRA: ranks 4 to 32 with about equally many values, on different layers
@@ -30,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from quality_bench import ADAPTER_RATE, BATCH, Bench
+from quality_bench import ADAPTER_RATE, BATCH, Bench, Clock, core_seconds
 from quality_report import write_report
 from torch import Tensor, nn
 
@@ -60,7 +62,12 @@ from qat_lora.run.options import ScriptConfig, option
 from qat_lora.train.evaluation import text_figures, windows
 from qat_lora.train.losses import text_loss
 
-METHODS = ("rtn", "mse", "gptq", "loftq", "torchao", "torchao-text", "ours", "ranks", "llama.cpp")
+METHODS = (
+    "rtn", "mse", "gptq", "loftq", "torchao", "torchao-text", "autoround-light", "autoround-light-ext", "autoround",
+    "autoround-ext", "ours", "ranks", "llama.cpp",
+)  # fmt: skip
+AUTOROUND = {"autoround": {"iters": 200}, "autoround-light": {"iters": 50, "lr": 5e-3}}  # recipes of its own
+AUTOROUND_ROWS = 128  # its default
 LENGTH, WINDOW, RANK = 256, 512, 4
 STAGES = 24  # in `ours`, 1/24 of the updates are layer-wise
 STAGE_FILES = (  # of `ours`: each stage, the student after it, and the file that is written when the stage ends
@@ -104,9 +111,14 @@ def main(cfg: Config) -> None:
         code = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--cell", cell]).returncode
         if code:  # the cell has printed its error
             raise SystemExit(code)
-        note = f" Note: {said}." if (said := notes(cfg.model)) else ""
-        write_report(results(out), out, f"{cfg.model} on {backend}.{note}")
+        report(cfg, backend, out)
+    report(cfg, backend, out)
     held.close()
+
+
+def report(cfg: Config, backend: TorchBackend, out: Path) -> None:
+    note = f" Note: {said}." if (said := notes(cfg.model)) else ""
+    write_report(results(out), out, f"{cfg.model} on {backend}.{note}")
 
 
 def results(out: Path) -> list[dict]:
@@ -126,8 +138,9 @@ def check(cfg: Config) -> list[str]:
         spec = QuantSpec.parse(grid)
         if spec is None or spec.scale != "group" or spec.bits not in ADAPTER_RATE:
             raise UserError(f"--grids {grid} is not a group quantiser of 2 or 4 bits; use e.g. int2/g64")
-        if spec.codebook != "int" and "torchao" in cfg.methods:
-            raise UserError(f"--grids {grid}: torchao supports int grids only; leave torchao out of --methods")
+        for name in ("torchao", "autoround"):
+            if (spec.codebook, spec.offset, spec.narrow) != ("int", False, 0) and name in cfg.methods:
+                raise UserError(f"--grids {grid}: {name} has int grids alone; leave {name} out of --methods")
         if "llama.cpp" in cfg.methods and str(spec) not in NAMES.values():
             raise UserError(
                 f"--grids {grid}: llama.cpp has no type of this grid; use {', '.join(NAMES)}, or leave it out"
@@ -208,7 +221,7 @@ def run_cell(cfg: Config, backend: TorchBackend, out: Path) -> None:
     trained = {
         "loftq": loftq, "torchao": torchao, "torchao-text": torchao, "ours": ours,
         "ranks": ranks, "llama.cpp": llama_cpp,
-    }  # fmt: skip
+    } | dict.fromkeys((m for m in METHODS if m.startswith("autoround")), autoround)  # fmt: skip
     rows = trained.get(bench.method, no_training)(bench)
     with (out / "results.jsonl").open("a") as file:
         file.write("".join(json.dumps(row) + "\n" for row in rows))
@@ -216,8 +229,7 @@ def run_cell(cfg: Config, backend: TorchBackend, out: Path) -> None:
 
 def no_training(bench: Bench) -> list[dict]:
     run, summary = bench.qat(init=bench.method)
-    seconds = bench.seconds()
-    return [bench.measure(bench.student(run / "best.pt"), bench.method, seconds, summary["peak_memory_mb"])]
+    return [bench.measure(bench.student(run / "best.pt"), bench.method, summary["peak_memory_mb"])]
 
 
 def loftq(bench: Bench) -> list[dict]:
@@ -242,7 +254,7 @@ def loftq(bench: Bench) -> list[dict]:
     bench.backend.place(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     bench.fit(model, kd_loss, [{"params": trained, "lr": ADAPTER_RATE[bench.bits]}])
-    return [bench.measure(model, "adapter", bench.seconds(), bench.backend.peak_memory_mb())]
+    return [bench.measure(model, "adapter", bench.backend.peak_memory_mb())]
 
 
 def torchao(bench: Bench) -> list[dict]:
@@ -259,20 +271,38 @@ def torchao(bench: Bench) -> list[dict]:
     bench.backend.place(freeze_plain_tables(model))
     loss_of = text_loss if bench.method == "torchao-text" else kd_loss
     bench.fit(model, loss_of, parameter_groups(model, rate, rate))
-    return [bench.measure(model, "qat", bench.seconds(), bench.backend.peak_memory_mb())]
+    return [bench.measure(model, "qat", bench.backend.peak_memory_mb())]
+
+
+def autoround(bench: Bench) -> list[dict]:
+    package = load_package("auto_round", "--methods autoround", ", or leave it out", "auto-round")
+    model, spec, rows = bench.base(), QuantSpec.parse(bench.grid), bench.calibration(AUTOROUND_ROWS)
+    trained = package.AutoRound(
+        model, bench.cfg.tokenizer(bench.cfg.model), dataset=list(rows.split(8)), nsamples=len(rows), seqlen=LENGTH,
+        scheme={"bits": spec.bits, "group_size": spec.size, "sym": True, "data_type": "int"}, batch_size=8,
+        seed=bench.seed, device_map="cpu", amp=bench.backend.precision != "fp32", enable_torch_compile=False,
+        enable_alg_ext=bench.method.endswith("-ext"), **AUTOROUND[bench.method.removesuffix("-ext")],
+    )  # fmt: skip
+    model = trained.quantize()[0].float()
+    cost, memory = bench.clock.cost(), bench.backend.peak_memory_mb()
+    scales = {name: layer.scale for name, layer in model.named_modules() if getattr(layer, "scale", None) is not None}
+    student = quantize(model, bench.spec)
+    for name, layer in quantized_layers(student).items():  # its codes and scales are exact in our grid
+        quantizer = layer.quantizer
+        quantizer.scale.data.copy_(scales[name].float().view_as(quantizer.scale))
+        assert torch.equal(quantizer.decode(quantizer.encode(layer.weight)), layer.weight), name
+    return [bench.measure(student, "autoround", memory, cost)]
 
 
 def ours(bench: Bench) -> list[dict]:
     layers = bench.steps // STAGES
     run, summary = bench.qat(init="gptq", layer_steps=layers, max_steps=bench.steps - layers - bench.adapter_steps)
-    rows = []
-    for stage, file, ended in STAGE_FILES:
-        seconds = bench.seconds(run / ended)
-        rows.append(bench.measure(bench.student(run / file), stage, seconds, summary["peak_memory_mb"]))
-    began = time.time()
+    rows = [
+        bench.measure(bench.student(run / file), stage, summary["peak_memory_mb"], bench.clock.cost(run / ended))
+        for stage, file, ended in STAGE_FILES
+    ]
     model, summary = bench.adapter(run / "best.pt", bench.folder / "recovery", RANK, PROJECTIONS)
-    seconds += time.time() - began
-    return [*rows, bench.measure(model, "adapter", seconds, summary["peak_memory_mb"])]
+    return [*rows, bench.measure(model, "adapter", summary["peak_memory_mb"])]
 
 
 def ranks(bench: Bench) -> list[dict]:
@@ -281,16 +311,15 @@ def ranks(bench: Bench) -> list[dict]:
         raise UserError(f"{student} is missing; ranks needs method ours of the same grid and seed, so run that first")
     rows = []
     for rank, targets, init in [*((r, t, "zero") for r, t in RANKS.items()), (RANK, PROJECTIONS, "error")]:
-        began, run = time.monotonic(), bench.folder / f"{rank}-{init}"
-        model, summary = bench.adapter(student, run, rank, targets, adapter_init=init)
-        stage = f"{rank} on {' '.join(targets)}, from {init}"
-        rows.append(bench.measure(model, stage, time.monotonic() - began, summary["peak_memory_mb"]))
+        bench.clock = Clock(bench.clock.whole, core_seconds())
+        model, summary = bench.adapter(student, bench.folder / f"{rank}-{init}", rank, targets, adapter_init=init)
+        rows.append(bench.measure(model, f"{rank} on {' '.join(targets)}, from {init}", summary["peak_memory_mb"]))
     return rows
 
 
 def llama_cpp(bench: Bench) -> list[dict]:
     kind = fitting(QuantSpec.parse(bench.grid), 256)[0]
-    student, rows = quantize(bench.base(), bench.spec), bench.calibration()
+    student, rows = quantize(bench.base(), bench.spec), bench.calibration(bench.cfg.calibration_rows)
 
     with full_precision(student):
         moments = input_moments(student, lambda: hidden_states(student, rows))
@@ -304,7 +333,7 @@ def llama_cpp(bench: Bench) -> list[dict]:
     for stage, importance in (("plain", {}), ("importance matrix", moments)):
         file = bench.folder / f"{kind}-{stage}.gguf"
         quantise_gguf(bench.cfg.model, whole / MODEL_FILE, file, kind, importance)
-        found.append(bench.measure(load_model(str(file)), stage, bench.seconds(), bench.backend.peak_memory_mb()))
+        found.append(bench.measure(load_model(str(file)), stage, bench.backend.peak_memory_mb()))
     return found
 
 

@@ -1,10 +1,13 @@
 """One cell of qat_quality.py: trains a student, with our scripts or a baseline's method, and measures it."""
 
+import os
 import subprocess
 import sys
 import time
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -29,6 +32,51 @@ BATCH = 4
 ADAPTER_RATE = {2: 1e-3, 4: 5e-4}  # peak learning rate of adapters by bits; weights and scales use train_qat.py's
 
 
+def core_seconds() -> float:
+    """Core-seconds that this process and its finished children have taken."""
+    return sum(os.times()[:4])
+
+
+class Clock:
+    """What a cell costs: seconds, and core-seconds of its process and those that it starts, without measuring."""
+
+    def __init__(self, whole: bool, cores: float = 0.0):
+        """whole: whether all of the cell runs in this process; otherwise its cost is unknown. cores: core-seconds taken
+        before the cell."""
+        self.whole, self.began, self.cores = whole, time.time(), cores
+        self.moments: list[tuple[float, float]] = []  # times, and core-seconds until then, while a script runs
+
+    def cost(self, file: Path | None = None) -> dict:
+        """What was spent until now, or until a script wrote `file`."""
+        if not self.whole:
+            return {"seconds": None, "core_seconds": None}
+        now, cores = time.time(), core_seconds()
+        if file:
+            now = file.stat().st_mtime
+            cores = max((spent for moment, spent in self.moments if moment <= now), default=0.0)
+        return {"seconds": round(now - self.began), "core_seconds": round(cores - self.cores)}
+
+    @contextmanager
+    def stopped(self):
+        """Context that costs nothing."""
+        now, cores = time.time(), core_seconds()
+        yield
+        self.began += time.time() - now
+        self.cores += core_seconds() - cores
+
+    def run(self, command: list) -> int:
+        """Run a command; return its exit code."""
+        before = core_seconds()
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as started:
+            process = psutil.Process(started.pid)
+            while started.poll() is None:
+                with suppress(psutil.NoSuchProcess):  # it has just ended
+                    self.moments.append((time.time(), before + sum(process.cpu_times()[:2])))
+                with suppress(subprocess.TimeoutExpired):
+                    started.wait(timeout=1)
+        return started.returncode
+
+
 class Bench:
     """One cell: its quantisers and rows, and how to train and measure its student. cfg: Config of qat_quality.py."""
 
@@ -41,7 +89,7 @@ class Bench:
         self.adapter_steps = self.steps // 8
         self.train, self.heldout = (KDCacheDataset(out / "cache", split) for split in ("train", "heldout"))
         self.folder = out / "cells" / cfg.cell.replace("/", "-").replace(",", "_")
-        self.began, self.whole = time.time(), not self.folder.exists()
+        self.clock = Clock(whole=not self.folder.exists())
         self.folder.mkdir(parents=True, exist_ok=True)
         self.measured = torch.load(out / "measured.pt", weights_only=True)
 
@@ -49,9 +97,9 @@ class Bench:
         """Load the full-precision model, anew each time, so that no copy stays in memory during training."""
         return load_model(self.cfg.model)
 
-    def calibration(self) -> Tensor:
-        """The rows that initialise scales, [rows, length]."""
-        return torch.stack([self.train[row]["tokens"] for row in range(self.cfg.calibration_rows)])
+    def calibration(self, count: int) -> Tensor:
+        """The first training rows, at most `count`, [rows, length]."""
+        return torch.stack([self.train[row]["tokens"] for row in range(min(count, len(self.train)))])
 
     def rate(self, model: nn.Module) -> float:
         """The default peak learning rate of train_qat.py's end-to-end stage for a student of `model`."""
@@ -59,27 +107,29 @@ class Bench:
         student.load_state_dict(model.state_dict(), strict=False, assign=True)  # shares the weights
         return usual_rates(student)[0]
 
-    def seconds(self, file: Path | None = None) -> float:
-        """Seconds from the start of the cell until `file` was written, or until now."""
-        return (file.stat().st_mtime if file else time.time()) - self.began
-
     def student(self, path: Path) -> nn.Module:
         return load_student(path, base=self.base())[0]
 
-    def measure(self, model: nn.Module, stage: str, seconds: float, memory: float) -> dict:
-        """Measure a student; return a row of the results."""
+    def measure(self, model: nn.Module, stage: str, memory: float, cost: dict | None = None) -> dict:
+        """Measure a student; return a row of the results. cost: what it took, by default all that was done so far."""
+        cost = cost or self.clock.cost()
+        with self.clock.stopped():
+            figures = self.figures(model)
+        bits = bits_per_weight(quantize(empty_model(self.cfg.model), self.spec), adapter_values(model))
+        return {
+            "cell": self.cfg.cell, "grid": self.grid, "method": self.method, "stage": stage, "seed": self.seed,
+            "commit": revision(), "steps": self.steps, **cost, "peak_memory_mb": round(memory), "bits": bits, **figures,
+        }  # fmt: skip
+
+    def figures(self, model: nn.Module) -> dict:
+        """Perplexity and KL of a student on each of the measured texts."""
         backend, teacher, figures = open_backend(self.cfg.device, "fp32"), self.base(), {}
         for placed in (model.eval(), teacher):
             backend.place(placed)
         for name, own in self.measured.items():
             got = text_figures(model, own["tokens"], own["scored"], backend, BATCH, teacher, own.get("given"))
             figures[name] = {"ppl": got["ppl"], "kl": got["kl"], "gap": got["nll"] - own["nll"], "teacher": own["ppl"]}
-        bits = bits_per_weight(quantize(empty_model(self.cfg.model), self.spec), adapter_values(model))
-        return {
-            "cell": self.cfg.cell, "grid": self.grid, "method": self.method, "stage": stage, "seed": self.seed,
-            "commit": revision(), "steps": self.steps, "seconds": round(seconds) if self.whole else None,
-            "peak_memory_mb": round(memory), "bits": bits, **figures,
-        }  # fmt: skip
+        return figures
 
     def script(self, name: str, run: Path, **flags) -> dict:
         """Run one of the project's scripts, or resume it; return its summary."""
@@ -87,8 +137,7 @@ class Bench:
         own |= {"batch_size": BATCH, "eval_rows": len(self.heldout), "save_every": 50, "seed": self.seed}
         words = [word for key, value in (own | flags).items() for word in (f"--{key.replace('_', '-')}", str(value))]
         if not (run / "summary.json").exists() or read_json(run / "summary.json")["status"] != "finished":
-            command = [sys.executable, SCRIPTS / f"{name}.py", *words]
-            if code := subprocess.run(command, stdout=subprocess.DEVNULL).returncode:  # it has printed its error
+            if code := self.clock.run([sys.executable, SCRIPTS / f"{name}.py", *words]):  # it has printed its error
                 raise SystemExit(code)
         summary = read_json(run / "summary.json")
         if summary["status"] != "finished":

@@ -18,7 +18,7 @@ def write_report(rows: list[dict], folder: Path, about: str) -> None:
     """
     names = ["text", "other"] if "other" in rows[0] else ["text"]
     head = ["", "bits", "PPL", "KL", *(["PPL, other", "KL, other"] if len(names) == 2 else [])]
-    head += ["above the teacher (nats)", "s", "MB", "seeds"]
+    head += ["above the teacher (nats)", "s", "core-s", "MB", "seeds"]
     lines = []
     for grid in dict.fromkeys(row["grid"] for row in rows):
         mine = of(rows, grid=grid)
@@ -27,13 +27,15 @@ def write_report(rows: list[dict], folder: Path, about: str) -> None:
         for name, same in by_name(mine).items():
             figures = [spread([row[name][figure] for row in same]) for name in names for figure in ("ppl", "kl")]
             figures += [spread([row["text"]["gap"] for row in same])]
-            figures += [spread([row[key] for row in same if row[key]], 0) for key in ("seconds", "peak_memory_mb")]
+            costs = ("seconds", "core_seconds", "peak_memory_mb")
+            figures += [spread([row[key] for row in same if row.get(key)], 0) for key in costs]
             lines.append("| " + " | ".join([name, f"{same[0]['bits']:.2f}", *figures, str(len(same))]) + " |")
     teacher = ", ".join(f"{rows[0][name]['teacher']:.1f} on the {name}" for name in names)
     commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
     said = (
         f"{about} Teacher's PPL: {teacher}. Mean (smallest–largest) over seeds. KL is KL(teacher‖student) in "
-        f"nats/token; s is the time up to that row in seconds, with loading but without the cache. Commits: {commits}."
+        f"nats/token; s and core-s are what was spent up to that row, with loading but without the cache. "
+        f"Commits: {commits}."
     )
     title = "# Student quality for the same tokens, grid and bits"
     text = "\n".join([title, "", said, *lines, "", "![KL](kl.png)", ""])

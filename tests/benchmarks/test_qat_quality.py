@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pydoc_data.topics import topics
 from types import SimpleNamespace
 
@@ -16,7 +17,8 @@ from qat_lora.run.command_line import parse
     [
         (["--grids", "lut2/r32"], "is not a group quantiser"),
         (["--grids", "int8/g64"], "of 2 or 4 bits"),
-        (["--grids", "balanced2/g64"], "torchao supports int grids only"),
+        (["--grids", "balanced2/g64"], "torchao has int grids alone"),
+        (["--grids", "int2/g64+offset", "--methods", "autoround-ext"], "autoround has int grids alone"),
         (["--grids", "int2/g64,int4/g128"], "576 inputs are not divisible by group 128"),
         (["--methods", "llama.cpp", "--grids", "int2/g32/s8"], "llama.cpp has no type of this grid; use q2_0"),
         (["--methods", "awq"], "'awq' is not one of rtn, mse"),
@@ -43,7 +45,7 @@ def row(method, stage, seed, kl, seconds=100):
     text = {"ppl": 40.0 + seed, "kl": kl, "gap": 0.4, "teacher": 31.98}
     return {
         "cell": f"int2/g64,{method},{seed}", "grid": "int2/g64", "method": method, "stage": stage, "seed": seed,
-        "commit": "abc1234", "steps": 8, "seconds": seconds, "peak_memory_mb": 2000, "bits": 2.25, "text": text,
+        "commit": "abc1234", "steps": 8, "seconds": seconds, "core_seconds": 150, "peak_memory_mb": 2000, "bits": 2.25, "text": text,
     }  # fmt: skip
 
 
@@ -53,9 +55,9 @@ def test_the_report_gives_mean_and_range_over_seeds(load_script, tmp_path):
     report.write_report(rows, tmp_path, "A model on a machine.")
     lines = (tmp_path / "report.md").read_text().splitlines()
     assert "## int2/g64, 8 updates" in lines
-    assert "| gptq | 2.25 | 40.000 | 1.400 | 0.400 | 100 | 2000 | 1 |" in lines
+    assert "| gptq | 2.25 | 40.000 | 1.400 | 0.400 | 100 | 150 | 2000 | 1 |" in lines
     ours = next(line for line in lines if line.startswith("| ours: qat |"))
-    assert "0.600 (0.500–0.700)" in ours and "| 100 |" in ours and ours.endswith("| 2 |")
+    assert "0.600 (0.500–0.700)" in ours and "| 100 | 150 (150–150) |" in ours and ours.endswith("| 2 |")
     assert (tmp_path / "kl.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -94,6 +96,24 @@ def test_our_methods_from_text_to_report(measure, tmp_path):
     assert bits["mse mse"] == bits["ours qat"] == 2.25 and bits["ours adapter"] == bits["loftq adapter"] > 2.25
     assert "| ours: adapter |" in (tmp_path / "out" / "report.md").read_text()
     assert measure("mse,loftq,ours") == rows, "the same command again has nothing left to do"
+
+
+def test_a_cell_costs_what_its_processes_took_until_a_file_was_written(load_script, tmp_path):
+    quality, busy, file = load_script("quality_bench"), "import time\nwhile time.process_time() < {}: pass", tmp_path / "a"
+    clock = quality.Clock(True, quality.core_seconds())
+    with clock.stopped():
+        exec(busy.format(time.process_time() + 3))
+    script = f"{busy.format(3)}\nopen({str(file)!r}, 'w').close()\n{busy.format(6)}\nraise SystemExit(3)"
+    assert clock.run([sys.executable, "-c", script]) == 3
+    assert 1 <= clock.cost(file)["core_seconds"] <= 4 and 6 <= clock.cost()["core_seconds"] <= 7
+    assert quality.Clock(False).cost() == {"seconds": None, "core_seconds": None}
+
+
+@pytest.mark.peer
+def test_autoround_starts_from_the_same_rows_and_its_codes_are_ours(measure):
+    rows = measure("mse,autoround-light,autoround-light-ext")
+    kl = [row["text"]["kl"] for row in rows]
+    assert max(kl[1:]) < kl[0] and kl[1] != kl[2] and all(row["core_seconds"] for row in rows[:1])
 
 
 @pytest.mark.peer
