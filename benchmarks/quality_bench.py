@@ -136,9 +136,10 @@ class Bench:
         own = {"output_dir": run, "resume": "auto", "device": self.cfg.device, "precision": self.cfg.precision}
         own |= {"batch_size": BATCH, "eval_rows": len(self.heldout), "save_every": 50, "seed": self.seed}
         words = [word for key, value in (own | flags).items() for word in (f"--{key.replace('_', '-')}", str(value))]
-        if not (run / "summary.json").exists() or read_json(run / "summary.json")["status"] != "finished":
-            if code := self.clock.run([sys.executable, SCRIPTS / f"{name}.py", *words]):  # it has printed its error
-                raise SystemExit(code)
+        ended = (run / "summary.json").exists() and read_json(run / "summary.json")["status"] == "finished"
+        code = 0 if ended else self.clock.run([sys.executable, SCRIPTS / f"{name}.py", *words])
+        if code:  # it has printed its error
+            raise SystemExit(code)
         summary = read_json(run / "summary.json")
         if summary["status"] != "finished":
             raise UserError(f"{run} was stopped; resume it with the same command")

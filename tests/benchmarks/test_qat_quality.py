@@ -45,7 +45,8 @@ def row(method, stage, seed, kl, seconds=100):
     text = {"ppl": 40.0 + seed, "kl": kl, "gap": 0.4, "teacher": 31.98}
     return {
         "cell": f"int2/g64,{method},{seed}", "grid": "int2/g64", "method": method, "stage": stage, "seed": seed,
-        "commit": "abc1234", "steps": 8, "seconds": seconds, "core_seconds": 150, "peak_memory_mb": 2000, "bits": 2.25, "text": text,
+        "commit": "abc1234", "steps": 8, "seconds": seconds, "core_seconds": 150, "peak_memory_mb": 2000, "bits": 2.25,
+        "text": text,
     }  # fmt: skip
 
 
@@ -99,7 +100,11 @@ def test_our_methods_from_text_to_report(measure, tmp_path):
 
 
 def test_a_cell_costs_what_its_processes_took_until_a_file_was_written(load_script, tmp_path):
-    quality, busy, file = load_script("quality_bench"), "import time\nwhile time.process_time() < {}: pass", tmp_path / "a"
+    quality, busy, file = (
+        load_script("quality_bench"),
+        "import time\nwhile time.process_time() < {}: pass",
+        tmp_path / "a",
+    )
     clock = quality.Clock(True, quality.core_seconds())
     with clock.stopped():
         exec(busy.format(time.process_time() + 3))
