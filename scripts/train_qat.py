@@ -53,8 +53,11 @@ class Config(TrainOptions, JobConfig):
     target: Literal[*HELD] | None = opt.quantiser(
         None, "reader to train for: picks --mlp and --attn, layer by layer, from what it holds exactly at --bits"
     )
-    bits: int | None = opt.quantiser(None, "bits of a weight for --target [4]", at_least=2, at_most=8)
+    bits: float | None = opt.quantiser(None, "bits of a weight for --target [4]", at_least=2, at_most=8)
     head: str = opt.quantiser("none", "quantiser of the LM head and of an embedding tied to it")
+    layers: str | None = opt.quantiser(
+        None, "quantisers of single layers, e.g. 0.*=int4/g64,*.down_proj=int3/g64; allocate_bits.py chooses them"
+    )
     init: Literal["rtn", "mse", "gptq"] = opt.quantiser(
         "mse",
         "initial scales: rtn (round to nearest), mse (least squared error) or gptq (mse, with error compensation)",
@@ -220,7 +223,8 @@ def for_target(cfg: Config) -> Config:
     if not cfg.target:
         if cfg.bits:
             raise UserError(
-                f"--bits {cfg.bits} is for a --target; give one, or a quantiser such as --mlp int{cfg.bits}/g32"
+                f"--bits {cfg.bits:g} is for a --target; give one, or a quantiser such as --mlp int4/g32; "
+                "allocate_bits.py shares bits over layers"
             )
         return cfg
     found = picked(cfg.target, cfg.bits or 4)
@@ -231,7 +235,7 @@ def for_target(cfg: Config) -> Config:
 
 
 def student_spec(cfg: Config) -> StudentSpec:
-    return StudentSpec(mlp=cfg.mlp, attn=cfg.attn, head=cfg.head)
+    return StudentSpec(mlp=cfg.mlp, attn=cfg.attn, head=cfg.head, layers=cfg.layers or "")
 
 
 def open_rows(cfg: Config, backend: TorchBackend, workers: int) -> tuple[KDCacheDataset, KDCacheDataset]:

@@ -61,7 +61,7 @@ def _quantised(weight: Tensor, scale: Tensor, offset: Tensor | None, grid: Grid,
 def _gradients(
     weight: Tensor, scale: Tensor, offset: Tensor | None, grad: Tensor, grid: Grid
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """∂/∂weight, ∂/∂scale and ∂/∂offset, the latter two summed over the weights of a group if the scale is [O, G, 1]."""
+    """∂/∂weight, ∂/∂scale and ∂/∂offset; the latter two are summed over a group's weights if the scale is [O, G, 1]."""
     x = (weight if offset is None else weight - offset) / scale
     code = (x - grid.lowest).div_(grid.step).round_()
     clipped = code.clamp(0, grid.levels - 1)

@@ -4,9 +4,9 @@ import dataclasses
 import math
 import zipfile
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +18,7 @@ from qat_lora.models.head_form import head_form
 from qat_lora.models.identity import short
 from qat_lora.models.loading import empty_model, load_model, model_fingerprint
 from qat_lora.models.source import absolute_name
+from qat_lora.quant.codes import pack_codes, pack_ternary, unpack_codes, unpack_ternary
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import (
     Quantizer,
@@ -33,30 +34,58 @@ from qat_lora.quant.linear import (
 from qat_lora.quant.spec import QuantSpec, first_fitting
 from qat_lora.run.files import write_atomically
 
-FORMAT = "qat_lora.student.2"
-UNPACKED = 2**20  # codes packed or unpacked at a time, with one byte per bit; a multiple of 8
-POWERS = 3 ** np.arange(5, dtype=np.uint8)  # of ternary digits in a byte
+FORMAT = "qat_lora.student.3"
 PARTS = {"model", "fingerprint", "spec", "info", "tensors"}
 
 
 @dataclass(frozen=True)
 class StudentSpec:
     """The quantiser of each kind of module, as QuantSpec texts, or alternatives "q2_k|int2/g64" of which a layer gets
-    the first that fits its shape; "none" leaves it in full precision."""
+    the first that fits its shape; "none" leaves it in full precision.
+
+    layers: single layers that get another one, "0.*=int4/g64,29.mlp.down_proj=none": patterns of block and path, of
+    which the first that matches counts.
+    """
 
     mlp: str = "balanced2/g32"
     attn: str = "balanced2/g32"
     head: str = "none"
+    layers: str = ""
 
     def __post_init__(self):
-        specs = {name: QuantSpec.alternatives(getattr(self, name)) for name in ("mlp", "attn", "head")}
-        for name, found in specs.items():
-            object.__setattr__(self, name, "|".join(map(str, found)) or "none")  # one name for each quantiser
-        if not any(specs.values()):
+        parts = {name: _canonical(getattr(self, name)) for name in ("mlp", "attn", "head")}
+        own = {pattern: _canonical(text) for pattern, text in self._own(self.layers)}
+        for name, text in {**parts, "layers": ",".join(f"{key}={text}" for key, text in own.items())}.items():
+            object.__setattr__(self, name, text)
+        if {*parts.values(), *own.values()} == {"none"}:
             raise UserError("mlp, attn and head are all none, so nothing would be quantised; set at least one")
 
     def __str__(self):
-        return f"mlp={self.mlp} attn={self.attn} head={self.head}"
+        return f"mlp={self.mlp} attn={self.attn} head={self.head}" + (f" layers={self.layers}" if self.layers else "")
+
+    @staticmethod
+    def _own(layers: str) -> list[tuple[str, str]]:
+        """(pattern, quantiser) for each part of `layers`."""
+        found = [part.split("=") for part in layers.split(",") if part]
+        if wrong := next((part for part in found if len(part) != 2), None):
+            raise UserError(f"layers {'='.join(wrong)!r} is not PATTERN=QUANTISER; use e.g. 0.*=int4/g64")
+        return [tuple(part) for part in found]
+
+    def of(self, part: str, path: str) -> str:
+        """The quantiser, or the alternatives, of a layer. path: its block's number and its path in it."""
+        own = (text for pattern, text in self._own(self.layers) if fnmatchcase(path, pattern))
+        return next(own, self.mlp if part == "mlp" else self.attn)
+
+    def check_patterns(self, paths: list[str]) -> None:
+        """Raise UserError for a pattern of `layers` that matches none of the model's."""
+        for pattern, _ in self._own(self.layers):
+            if not any(fnmatchcase(path, pattern) for path in paths):
+                raise UserError(f"layers: {pattern!r} matches no layer; the first is {next(iter(paths), 'missing')}")
+
+
+def _canonical(text: str) -> str:
+    """One name for each quantiser."""
+    return "|".join(map(str, QuantSpec.alternatives(text))) or "none"
 
 
 def quantize(model: nn.Module, spec: StudentSpec) -> nn.Module:
@@ -66,11 +95,13 @@ def quantize(model: nn.Module, spec: StudentSpec) -> nn.Module:
     if they are quantised: training the full-precision table costs memory and time and left the student further from its
     teacher (docs/benchmarks.md). Raises UserError if nothing would be quantised.
     """
-    for block in decoder_layers(model):
+    paths: list[str] = []
+    for number, block in enumerate(decoder_layers(model)):
         experts: dict[nn.Module, dict] = {}
         for matrix in list(matrices(block)):
             name = f"{matrix.path}.{matrix.name}".removesuffix(".weight")
-            kind = first_fitting(spec.mlp if matrix.part == "mlp" else spec.attn, name, matrix.shape)
+            paths.append(f"{number}.{name}")
+            kind = first_fitting(spec.of(matrix.part, paths[-1]), name, matrix.shape)
             if kind is None:
                 continue
             if matrix.is_experts:
@@ -80,6 +111,7 @@ def quantize(model: nn.Module, spec: StudentSpec) -> nn.Module:
         for module, found in experts.items():
             quantizers = nn.ModuleDict({name: quantizer for name, (quantizer, _) in found.items()})
             show_quantized(module, quantizers, tuple(found), next(iter(found.values()))[1])
+    spec.check_patterns(paths)
     _quantize_head(unwrap(model), spec.head)
     if not quantized_layers(model):
         raise UserError(
@@ -152,39 +184,6 @@ def _quantised_bits(layers: dict) -> tuple[int, int]:
     """The number of quantised weights, and the number of bits of their codes and scales."""
     quantizers = [layer.quantizer for layer in layers.values()]
     return sum(math.prod(q.shape) for q in quantizers), sum(quantizer.bits for quantizer in quantizers)
-
-
-def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """uint8 codes of any shape → a flat uint8 tensor of ⌈n·bits/8⌉ bytes, lowest bit first."""
-    flat = codes.numpy().reshape(-1, 1)
-    packed = np.empty(-(-len(flat) * bits // 8), np.uint8)
-    for start in range(0, len(flat), UNPACKED):
-        planes = np.unpackbits(flat[start : start + UNPACKED], axis=1, bitorder="little", count=bits)
-        part = np.packbits(planes.reshape(-1), bitorder="little")
-        packed[start * bits // 8 :][: len(part)] = part
-    return torch.from_numpy(packed)
-
-
-def unpack_codes(packed: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
-    """The inverse of `pack_codes`: uint8 codes of `shape`."""
-    codes, held = np.empty(math.prod(shape), np.uint8), packed.numpy()
-    for start in range(0, len(codes), UNPACKED):
-        count = min(UNPACKED, len(codes) - start)
-        planes = np.unpackbits(held[start * bits // 8 :], bitorder="little", count=count * bits).reshape(count, bits)
-        codes[start : start + count] = np.packbits(planes, axis=1, bitorder="little")[:, 0]
-    return torch.from_numpy(codes.reshape(shape))
-
-
-def pack_ternary(codes: Tensor) -> Tensor:
-    """uint8 codes 0 to 2 of any shape → a flat uint8 tensor of ⌈n/5⌉ bytes: five digits of base 3, the lowest first."""
-    flat = codes.numpy().reshape(-1)
-    return torch.from_numpy((np.pad(flat, (0, -len(flat) % 5)).reshape(-1, 5) * POWERS).sum(1, dtype=np.uint8))
-
-
-def unpack_ternary(packed: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The inverse of `pack_ternary`: uint8 codes of `shape`."""
-    digits = packed.numpy()[:, None] // POWERS % 3
-    return torch.from_numpy(digits.reshape(-1)[: math.prod(shape)].reshape(shape))
 
 
 def save_student(path: str | Path, model: nn.Module, model_name: str, spec: StudentSpec, info: dict) -> None:

@@ -14,9 +14,12 @@ HELD = {
 FORMATS = {"llama.cpp": "gguf", "vllm": "compressed-tensors", "mlx": "mlx", "hf": "hf"}  # of export_model.py
 
 
-def picked(target: str, bits: int) -> str:
+def picked(target: str, bits: float) -> str:
     """The quantiser for a target, as --mlp takes it; raises UserError with the bits that the target holds."""
     held = HELD[target]
     if bits not in held:
-        raise UserError(f"--bits {bits}: {target} holds {', '.join(map(str, held))}; use one of these")
+        raise UserError(
+            f"--bits {bits:g}: {target} holds {', '.join(map(str, held))}; use one of these, or share bits over layers "
+            "with allocate_bits.py"
+        )
     return held[bits]

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from qat_lora.quant.codes import pack_ternary, unpack_ternary
 from qat_lora.quant.gptq import compensated
 from qat_lora.quant.init import set_scale
 from qat_lora.quant.linear import QuantLinear
 from qat_lora.quant.spec import NAMES, QuantSpec
-from qat_lora.quant.student import pack_ternary, unpack_ternary
 
 GRIDS = sorted({*NAMES.values(), "ternary/g64", "int2/g64+offset", "int2/g32/s8", "int4/rows8", "int2/g32+offset/s8",
                 "balanced2/g32/s8", "int5/g32", "int7/g32+offset"})  # fmt: skip

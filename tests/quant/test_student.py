@@ -1,6 +1,7 @@
 """best.pt: packed codes survive a round trip, and a bad file gives a one-line error that names it."""
 
 import copy
+import re
 from collections import Counter
 
 import pytest
@@ -10,18 +11,10 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qat_lora.errors import UserError
-from qat_lora.models.loading import load_model
+from qat_lora.models.loading import empty_model, load_model
+from qat_lora.quant.codes import pack_codes, unpack_codes
 from qat_lora.quant.linear import Quantizer, QuantLinear, effective_weight, freeze, quantized_layers
-from qat_lora.quant.student import (
-    StudentSpec,
-    bits_per_weight,
-    load_student,
-    megabytes,
-    pack_codes,
-    quantize,
-    save_student,
-    unpack_codes,
-)
+from qat_lora.quant.student import StudentSpec, bits_per_weight, load_student, megabytes, quantize, save_student
 
 SPEC = StudentSpec(mlp="balanced2/g32", attn="lut4/r4")
 TIED = StudentSpec(mlp="int3/tensor", attn="none", head="balanced4/g32")
@@ -220,3 +213,30 @@ def test_bits_and_megabytes_by_hand(trained):
     tied = trained(TIED)
     bits = 3 * mlp + 6 * 16 + 16 * attention + (4 + 0.5) * 512 * 64  # unquantised weights count too
     assert bits_per_weight(tied) == pytest.approx(bits / (mlp + attention + 512 * 64))
+
+
+def test_single_layers_get_quantisers_of_their_own(saved, tiny_model_dir):
+    spec = StudentSpec("int2/g64", "balanced2/g32", layers="0.*.down_proj=q4_0,0.mlp.*=int3/g64|int3/g32,*.v_proj=none")
+    assert str(spec).endswith("layers=0.*.down_proj=int4/g32,0.mlp.*=int3/g64|int3/g32,*.v_proj=none")
+    student, path = saved(spec)
+    kinds = {name.removeprefix("model.layers."): str(q.quantizer.spec) for name, q in quantized_layers(student).items()}
+    assert kinds["0.mlp.down_proj"] == "int4/g32" and kinds["0.mlp.up_proj"] == "int3/g64"
+    assert kinds["1.mlp.down_proj"] == "int2/g64" and kinds["1.self_attn.q_proj"] == "balanced2/g32"
+    assert not any("v_proj" in name for name in kinds)
+    loaded, content = load_student(path)
+    assert StudentSpec(**content["spec"]) == spec and torch.equal(loaded(TOKENS).logits, student(TOKENS).logits)
+    assert bits_per_weight(loaded) == bits_per_weight(student) > 3.5  # v_proj has 16
+
+
+@pytest.mark.parametrize(
+    "layers, part",
+    [
+        ("9.*=int4/g32", "'9.*' matches no layer; the first is 0.self_attn.q_proj"),
+        ("0.*", "'0.*' is not PATTERN=QUANTISER"),
+        ("0.*=int9/g32", "quantiser 'int9/g32' is not of the form"),
+        ("0.*=int4/g7", "inputs are not divisible by group 7"),
+    ],
+)
+def test_layers_that_no_model_could_have_are_refused(tiny_model_dir, layers, part):
+    with pytest.raises(UserError, match=re.escape(part)):
+        quantize(empty_model(str(tiny_model_dir)), StudentSpec("int2/g64", "int2/g64", layers=layers))

@@ -103,7 +103,7 @@ def test_an_adapter_goes_to_mlx_and_to_compressed_tensors(llama, run, tmp_path):
 
 @pytest.mark.parametrize("flags, said", [
     (["--target", "vllm", "--bits", 5], "--bits 5: vllm holds 2, 3, 4, 8; use one of these"),
-    (["--bits", 3], "--bits 3 is for a --target; give one, or a quantiser such as --mlp int3/g32"),
+    (["--bits", 3], "--bits 3 is for a --target; give one, or a quantiser such as --mlp int4/g32"),
     (["--target", "mlx", "--mlp", "int4/g32"], "--target mlx picks --mlp; leave out --mlp int4/g32, or --target"),
     (["--target", "mlx", "--head", "int7/g64"], "mlx cannot hold lm_head, which is int7/g64"),
     (["--target", "llama.cpp", "--head", "uniform4/g32"], "--target llama.cpp cannot hold lm_head"),
