@@ -6,15 +6,16 @@ half precision on a CPU. GPTQ's folders hold the same bytes as AutoRound's.
 """
 
 import itertools
+import runpy
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from students import student_of
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from qat_lora.errors import ROOT
 from qat_lora.export import compressed_tensors, mlx
 from qat_lora.export.gptq import AUTOROUND
 from qat_lora.export.packed import plan_packed, write_packed
@@ -34,6 +35,7 @@ HOLDS = {
     MLX: ["int2/g64", "int2/g64+offset", "int4/g32+offset", "ternary/g64", "balanced4/g32", "int6/g64", "int8/rows8"],
 }
 TOKENS = torch.arange(3, 67).view(1, 64)
+READERS = runpy.run_path(str(ROOT / "benchmarks" / "served.py"))
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +50,10 @@ def folder(full_model_dir):
 
 
 def logits_of(layout, folder):
-    if layout is MLX:
-        mx = pytest.importorskip("mlx.core", reason="mlx is not installed; make setup-peers installs it")
-        model = pytest.importorskip("mlx_lm").load(str(folder))[0]
-        model.set_dtype(mx.float32)
-        return torch.from_numpy(np.array(model(mx.array(TOKENS.numpy())).astype(mx.float32)))[0]
-    pytest.importorskip(layout.name.replace("-", "_").replace("autoround", "auto_round"), reason="make setup-peers")
-    with torch.no_grad():
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(TOKENS).logits[0].float()
+    library = {MLX: "mlx_lm", CT: "compressed_tensors", AUTOROUND: "auto_round"}[layout]
+    pytest.importorskip(library, reason="make setup-peers installs it")
+    reader = READERS["in_mlx" if layout is MLX else "in_transformers"](folder)
+    return reader(TOKENS[0].tolist())
 
 
 def test_the_models_that_mlx_lm_has():

@@ -88,7 +88,7 @@ def config_of(load_script):
         if script == "compile_for_tpu":  # its first word is a script, whose options follow
             argv, (other, *options) = load_script(script).split(argv)
             make(other, options)
-        if "runs/bits.yaml" in argv:  # which another command writes
+        if script == "train_qat" and "runs/bits.yaml" in argv:  # which another command writes
             argv = [word for word in argv if word not in ("--config", "runs/bits.yaml")]
         base = PRESETS_OF.get(script)
         defaults = {"num_chips": 0} if base else {}
