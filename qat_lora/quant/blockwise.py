@@ -1,6 +1,7 @@
 """Process a model's decoder blocks one at a time: their inputs, their outputs and GPTQ."""
 
 import contextlib
+import copy
 import functools
 import inspect
 import itertools
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from qat_lora.backend import TorchBackend
 from qat_lora.errors import UserError
 from qat_lora.models.architecture import as_answer, decoder_layers, hidden_states, model_type, replaced
-from qat_lora.quant.gptq import compensated
+from qat_lora.quant.gptq import solve
 from qat_lora.quant.init import input_moments, set_scale
 from qat_lora.quant.linear import QuantLinear, quantized_layers
 
@@ -164,10 +165,10 @@ def compensate_block(block: nn.Module, inputs: list[Tensor], calls: list[Call], 
         moment = moment.cpu() / backend.world_size
         for layer in layers:
             set_scale(layer, moment=moment.diagonal())
-            quantizer, weight = layer.quantizer, layer.weight.detach().cpu()
-            scale, offset = quantizer.expanded(quantizer.scale_matrix()).cpu(), quantizer.offset_matrix()
-            offset = torch.zeros(()) if offset is None else quantizer.expanded(offset).cpu()
-            layer.weight.copy_(compensated(weight - offset, scale, moment, quantizer.spec) + offset)
+            quantizer = copy.deepcopy(layer.quantizer).cpu()
+            layer.weight.copy_(solve(layer.weight.detach().cpu(), quantizer, moment))
+            for p, found in zip(layer.quantizer.parameters(), quantizer.parameters()):
+                p.copy_(found)
             backend.broadcast([p.data for p in layer.parameters()])  # machines may round differently
 
 

@@ -1,22 +1,59 @@
-"""GPTQ error compensation: later columns make up for the rounding error of earlier ones (arXiv 2210.17323)."""
+"""Codes and scales that minimise the error of a layer's outputs: GPTQ, then coordinate descent.
+
+GPTQ (arXiv 2210.17323) rounds column after column, and later columns make up for the error of earlier ones. Descent
+then rounds each weight again given all others, which never raises the error, in turns with least-squares scales.
+"""
 
 import torch
 from torch import Tensor
 
 from qat_lora.kernels.fake_quant import nearest_level
+from qat_lora.quant.linear import Quantizer
 from qat_lora.quant.spec import QuantSpec
 
 DAMPING = 0.01  # fraction of the mean diagonal added to the diagonal, so that rare inputs do not blow up the inverse
-BLOCK = 128  # columns whose errors are applied to the later columns in one product
+BLOCK = 128  # columns whose errors are applied to the other columns in one product
+ROUNDS = 3  # of descent and least squares
+ROOM = 2**24  # values of a least-squares problem held at a time
+
+
+@torch.no_grad()
+def solve(weight: Tensor, quantizer: Quantizer, moment: Tensor) -> Tensor:
+    """A latent weight [out, in] whose rounding nearly minimises E‖(W − Q)x‖². Group scales and offsets that are fp16
+    numbers are fitted, too; the others stay as they are.
+
+    moment [in, in] is the second moment E[xxᵀ] of the layer's inputs; everything is on the CPU.
+    """
+    moment = damped(moment)
+    scale, offset = _expanded(quantizer)
+    latent = compensated(weight - offset, scale, moment, quantizer.spec) + offset
+    for _ in range(ROUNDS):
+        latent = _descended(weight - offset, latent - offset, scale, moment, quantizer.spec) + offset
+        if quantizer.spec.scale == "group" and not quantizer.spec.narrow:
+            ratio = (latent - offset) / scale
+            _fit(weight, quantizer, ratio, moment)
+            scale, offset = _expanded(quantizer)
+            latent = ratio * scale + offset
+    return latent
+
+
+def damped(moment: Tensor) -> Tensor:
+    return moment + DAMPING * moment.diagonal().mean().clamp(min=1e-12) * torch.eye(len(moment))
+
+
+def _expanded(quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    """Scale and offset of each weight."""
+    offset = quantizer.offset_matrix()
+    offset = torch.zeros(()) if offset is None else quantizer.expanded(offset)
+    return quantizer.expanded(quantizer.scale_matrix()), offset
 
 
 @torch.no_grad()
 def compensated(weight: Tensor, scale: Tensor, moment: Tensor, spec: QuantSpec) -> Tensor:
     """The compensated weight [out, in]: rounding it to the nearest level gives GPTQ's codes.
 
-    scale [out, in] is fixed beforehand; moment [in, in] is the second moment E[xxᵀ] of the layer's inputs; all are on
-    the CPU. Columns are processed in order of decreasing E[x²], the most important first. Greedily minimises
-    E‖(W − Q)x‖².
+    scale [out, in] is fixed; moment [in, in] is damped; all are on the CPU. Columns are processed in order of decreasing
+    E[x²], the most important first. Greedily minimises E‖(W − Q)x‖².
     """
     order = moment.diagonal().argsort(descending=True, stable=True)
     back = order.argsort()
@@ -32,9 +69,45 @@ def compensated(weight: Tensor, scale: Tensor, moment: Tensor, spec: QuantSpec) 
     return w[:, back]
 
 
+def _descended(weight: Tensor, latent: Tensor, scale: Tensor, moment: Tensor, spec: QuantSpec) -> Tensor:
+    """The latent weight after one sweep: column after column gets the best unrounded values given the rounded others.
+    All are without offsets."""
+    rounded, size = nearest_level(latent / scale, spec) * scale, moment.diagonal()
+    pull = (weight - rounded) @ moment  # half the negative gradient of the error in the rounded weights
+    latent = torch.empty_like(weight)
+    for start in range(0, weight.shape[1], BLOCK):
+        end = min(start + BLOCK, weight.shape[1])
+        near, moved = pull[:, start:end].clone(), torch.empty_like(weight[:, start:end])
+        for j in range(start, end):
+            latent[:, j] = rounded[:, j] + near[:, j - start] / size[j]
+            moved[:, j - start] = nearest_level(latent[:, j] / scale[:, j], spec) * scale[:, j] - rounded[:, j]
+            near -= moved[:, j - start, None] * moment[j, start:end]
+        pull -= moved @ moment[start:end]
+    return latent
+
+
+def _fit(weight: Tensor, quantizer: Quantizer, ratio: Tensor, moment: Tensor) -> None:
+    """Set the group scales and offsets that minimise the error of the codes of ratio [out, in]."""
+    groups, size, count = quantizer.scale.shape[1], quantizer.spec.size, 1 + quantizer.spec.offset
+    strips, width = moment.view(groups, size, -1).repeat(count, 1, 1), weight.shape[1]
+    for rows in torch.arange(len(weight)).split(max(1, ROOM // (count * groups * width))):
+        level = nearest_level(ratio[rows], quantizer.spec).view(len(rows), groups, size)
+        basis = [level, torch.ones_like(level)][:count]
+        spread = torch.cat(basis, 1).transpose(0, 1) @ strips  # [K, rows, in]
+        found = spread.view(*spread.shape[:2], groups, size)
+        normal = torch.cat([(found * part).sum(-1) for part in basis], 2).transpose(0, 1)  # [rows, K, K]
+        wanted = (spread * weight[rows]).sum(-1).T  # [rows, K]
+        damping = 1e-6 * normal.diagonal(dim1=1, dim2=2).mean(1).clamp(min=1e-30)
+        solved = torch.linalg.solve(normal + damping[:, None, None] * torch.eye(normal.shape[1]), wanted)
+        scale, *offset = solved.unsqueeze(2).split(groups, 1)
+        before = quantizer.scale.data[rows]
+        # a group whose codes are nearly all 0 keeps its scale
+        quantizer.scale.data[rows] = torch.where(scale.abs() < before.abs() / 8, before, scale)
+        if offset:
+            quantizer.offset.data[rows] = offset[0]
+
+
 def _inverse_root(moment: Tensor) -> Tensor:
-    """Upper triangular U such that UᵀU is the inverse of the damped moment."""
-    h = moment.double()
-    h = h + DAMPING * h.diagonal().mean().clamp(min=1e-12) * torch.eye(len(h), dtype=h.dtype)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(h))
+    """Upper triangular U such that UᵀU is the inverse of the moment."""
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(moment.double()))
     return torch.linalg.cholesky(inverse, upper=True).float()
