@@ -52,7 +52,7 @@ def _expanded(quantizer: Quantizer) -> tuple[Tensor, Tensor]:
 def compensated(weight: Tensor, scale: Tensor, moment: Tensor, spec: QuantSpec) -> Tensor:
     """The compensated weight [out, in]: rounding it to the nearest level gives GPTQ's codes.
 
-    scale [out, in] is fixed; moment [in, in] is damped; all are on the CPU. Columns are processed in order of decreasing
+    scale [out, in] is fixed; moment [in, in] is damped; all are on the CPU. Columns are taken in order of decreasing
     E[x²], the most important first. Greedily minimises E‖(W − Q)x‖².
     """
     order = moment.diagonal().argsort(descending=True, stable=True)
@@ -95,10 +95,10 @@ def _fit(weight: Tensor, quantizer: Quantizer, ratio: Tensor, moment: Tensor) ->
         basis = [level, torch.ones_like(level)][:count]
         spread = torch.cat(basis, 1).transpose(0, 1) @ strips  # [K, rows, in]
         found = spread.view(*spread.shape[:2], groups, size)
-        normal = torch.cat([(found * part).sum(-1) for part in basis], 2).transpose(0, 1)  # [rows, K, K]
+        normal = torch.cat([(found * part).sum(-1) for part in basis], 2).transpose(0, 1).double()  # [rows, K, K]
         wanted = (spread * weight[rows]).sum(-1).T  # [rows, K]
-        damping = 1e-6 * normal.diagonal(dim1=1, dim2=2).mean(1).clamp(min=1e-30)
-        solved = torch.linalg.solve(normal + damping[:, None, None] * torch.eye(normal.shape[1]), wanted)
+        normal.diagonal(dim1=1, dim2=2).mul_(1 + 1e-6).add_(1e-12)
+        solved = torch.linalg.solve(normal, wanted.double()).float()
         scale, *offset = solved.unsqueeze(2).split(groups, 1)
         before = quantizer.scale.data[rows]
         # a group whose codes are nearly all 0 keeps its scale
