@@ -152,17 +152,17 @@ class _Scale(Structure):
         return cls() if scale is None else cls(scale.data_ptr(), *scale.expand_as(weight).stride())
 
 
-class _Levels(Structure):
+class Levels(Structure):
     _fields_ = (("lowest", c_float), ("step", c_float), ("top", c_float))
 
     @classmethod
-    def of(cls, grid: Grid) -> "_Levels":
+    def of(cls, grid: Grid) -> "Levels":
         return cls(grid.lowest, grid.step, grid.levels - 1)
 
 
 def _quantised_in_c(weight: Tensor, scale: Tensor, offset: Tensor | None, grid: Grid, dtype: torch.dtype) -> Tensor:
     out, values = torch.empty(weight.shape, dtype=dtype), (_Scale.of(scale, weight), _Scale.of(offset, weight))
-    native.run("quantise", weight.shape, weight, *values, out, native.TYPES[dtype], _Levels.of(grid))
+    native.run("quantise", weight.shape, weight, *values, out, native.TYPES[dtype], Levels.of(grid))
     return out
 
 
@@ -179,7 +179,7 @@ def _gradients_in_c(
     for rows in slices:
         w, g, back, products = weight[rows], grad[rows], of_weight[rows], room[: len(weight[rows])]
         values = [part[rows] if part is not None and len(part) > 1 else part for part in (scale, offset)]
-        there = *(_Scale.of(part, w) for part in values), native.TYPES[grad.dtype], _Levels.of(grid)
+        there = *(_Scale.of(part, w) for part in values), native.TYPES[grad.dtype], Levels.of(grid)
         native.run("gradients", w.shape, w, g, back, products, *there)
         if summed:
             torch.sum(products, 2, keepdim=True, out=of_scale[rows])

@@ -118,6 +118,28 @@ void gradients(const float *w, const void *grad, float *of_w, float *of_s, Scale
         }
 }
 
+/* One sweep of coordinate descent: weight after weight of a row gets the value that is best given the rounded others, and
+is rounded. rounded, pull, latent and s [rows, size]; moment [size, size]; pull is −½ the gradient of the error in
+`rounded`, and is only kept up to date for the weights that follow. */
+void descend(const float *s, const float *moment, float *rounded, float *pull, float *latent, Levels levels, long rows,
+             long size, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 8)
+    for (long row = 0; row < rows; row++) {
+        const float *scale = s + row * size;
+        float *now = rounded + row * size, *pulls = pull + row * size, *best = latent + row * size;
+        for (long j = 0; j < size; j++) {
+            const float *weights = moment + j * size;
+            best[j] = now[j] + pulls[j] / weights[j];
+            float code = clipped(rintf((best[j] / scale[j] - levels.lowest) / levels.step), levels.top);
+            float value = (code * levels.step + levels.lowest) * scale[j], moved = value - now[j];
+            now[j] = value;
+            if (moved != 0)
+#pragma omp simd
+                for (long k = j + 1; k < size; k++) pulls[k] -= moved * weights[k];
+        }
+    }
+}
+
 /* Updates the moments m and v of n gradients with weights `first` and `second`, and writes to `moves` the steps
 −m/(√v·size + eps) that go against their gradient, 0 for the others. Returns how many do. */
 long move_moments(const float *grad, float *m, float *v, float *moves, float first, float second, float size, float eps,

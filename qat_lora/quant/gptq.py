@@ -7,7 +7,8 @@ then rounds each weight again given all others, which never raises the error, in
 import torch
 from torch import Tensor
 
-from qat_lora.kernels.fake_quant import nearest_level
+from qat_lora.kernels import native
+from qat_lora.kernels.fake_quant import Levels, nearest_level
 from qat_lora.quant.linear import Quantizer
 from qat_lora.quant.spec import QuantSpec
 
@@ -73,8 +74,11 @@ def _descended(weight: Tensor, latent: Tensor, scale: Tensor, moment: Tensor, sp
     """The latent weight after one sweep: column after column gets the best unrounded values given the rounded others.
     All are without offsets."""
     rounded, size = nearest_level(latent / scale, spec) * scale, moment.diagonal()
-    pull = (weight - rounded) @ moment  # half the negative gradient of the error in the rounded weights
+    pull = (weight - rounded) @ moment  # −½ the gradient of the error in the rounded weights
     latent = torch.empty_like(weight)
+    if native.suits(weight, scale, moment):
+        native.run("descend", weight.shape, scale, moment, rounded, pull, latent, Levels.of(spec))
+        return latent
     for start in range(0, weight.shape[1], BLOCK):
         end = min(start + BLOCK, weight.shape[1])
         near, moved = pull[:, start:end].clone(), torch.empty_like(weight[:, start:end])

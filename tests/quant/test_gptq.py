@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from qat_lora.quant.gptq import DAMPING, _fit, compensated, damped, solve
+from qat_lora.kernels import native
+from qat_lora.quant.gptq import DAMPING, _descended, _fit, compensated, damped, solve
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import QuantLinear
 from qat_lora.quant.spec import QuantSpec
@@ -104,3 +105,18 @@ def test_a_group_of_zeros_keeps_its_scale():
     initialise(layer)
     solve(layer.weight.detach(), layer.quantizer, moment)
     assert (layer.quantizer.scale.abs() > 1e-6).all() and layer.quantizer.scale.isfinite().all()
+
+
+@torch.no_grad()
+def test_descent_in_c_is_that_of_torch(monkeypatch):
+    torch.manual_seed(0)
+    layer = QuantLinear(nn.Linear(192, 400, bias=False), QuantSpec.parse("balanced2/g32"))
+    initialise(layer)
+    (_, moment), scale = correlated(), layer.quantizer.expanded(layer.quantizer.scale_matrix())
+    weight, spec = layer.weight.detach(), layer.quantizer.spec
+    assert native.suits(weight, scale, moment), "the kernel is not used"
+    found = _descended(weight, weight, scale, damped(moment), spec)
+    monkeypatch.setattr(native, "suits", lambda *_, **__: False)
+    plain = _descended(weight, weight, scale, damped(moment), spec)
+    close = ((found - plain).abs() < 1e-4).all(1).float().mean()
+    assert close > 0.95, f"only {close:.1%} of the rows agree"  # a value on a rounding boundary changes its whole row
