@@ -118,6 +118,26 @@ void gradients(const float *w, const void *grad, float *of_w, float *of_s, Scale
         }
 }
 
+static inline float level_of(float x, Levels levels) {
+    return clipped(rintf((x - levels.lowest) / levels.step), levels.top) * levels.step + levels.lowest;
+}
+
+/* GPTQ: the error of each column of w [rows, size] moves on to the columns after it. root [size, size] is upper
+triangular. */
+void compensate(float *w, const float *s, const float *root, Levels levels, long rows, long size, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 8)
+    for (long row = 0; row < rows; row++) {
+        float *weights = w + row * size;
+        const float *scale = s + row * size;
+        for (long j = 0; j < size; j++) {
+            const float *next = root + j * size;
+            float error = (weights[j] - level_of(weights[j] / scale[j], levels) * scale[j]) / next[j];
+#pragma omp simd
+            for (long k = j + 1; k < size; k++) weights[k] -= error * next[k];
+        }
+    }
+}
+
 /* One sweep of coordinate descent: weight after weight of a row gets the value that is best given the rounded others, and
 is rounded. rounded, pull, latent and s [rows, size]; moment [size, size]; pull is −½ the gradient of the error in
 `rounded`, and is only kept up to date for the weights that follow. */
@@ -130,8 +150,7 @@ void descend(const float *s, const float *moment, float *rounded, float *pull, f
         for (long j = 0; j < size; j++) {
             const float *weights = moment + j * size;
             best[j] = now[j] + pulls[j] / weights[j];
-            float code = clipped(rintf((best[j] / scale[j] - levels.lowest) / levels.step), levels.top);
-            float value = (code * levels.step + levels.lowest) * scale[j], moved = value - now[j];
+            float value = level_of(best[j] / scale[j], levels) * scale[j], moved = value - now[j];
             now[j] = value;
             if (moved != 0)
 #pragma omp simd

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from qat_lora.backend import TorchBackend
 from qat_lora.errors import UserError
 from qat_lora.models.architecture import as_answer, decoder_layers, hidden_states, model_type, replaced
-from qat_lora.quant.gptq import solve
+from qat_lora.quant.gptq import Inputs, solve
 from qat_lora.quant.init import input_moments, set_scale
 from qat_lora.quant.linear import QuantLinear, quantized_layers
 
@@ -163,10 +163,11 @@ def compensate_block(block: nn.Module, inputs: list[Tensor], calls: list[Call], 
         moment = input_moments(layers[0], reach, cross=True)[""]
         backend.reduce([moment])
         moment = moment.cpu() / backend.world_size
+        known = Inputs.of(moment)
         for layer in layers:
             set_scale(layer, moment=moment.diagonal())
             quantizer = copy.deepcopy(layer.quantizer).cpu()
-            layer.weight.copy_(solve(layer.weight.detach().cpu(), quantizer, moment))
+            layer.weight.copy_(solve(layer.weight.detach().cpu(), quantizer, known))
             for p, found in zip(layer.quantizer.parameters(), quantizer.parameters()):
                 p.copy_(found)
             backend.broadcast([p.data for p in layer.parameters()])  # machines may round differently

@@ -4,6 +4,8 @@ GPTQ (arXiv 2210.17323) rounds column after column, and later columns make up fo
 then rounds each weight again given all others, which never raises the error, in turns with least-squares scales.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -18,16 +20,29 @@ ROUNDS = 3  # of descent and least squares
 ROOM = 2**24  # values of a least-squares problem held at a time
 
 
-@torch.no_grad()
-def solve(weight: Tensor, quantizer: Quantizer, moment: Tensor) -> Tensor:
-    """A latent weight [out, in] whose rounding nearly minimises E‖(W − Q)x‖². Group scales and offsets that are fp16
-    numbers are fitted, too; the others stay as they are.
+class Inputs(NamedTuple):
+    """What is known of a layer's inputs: their second moment E[xxᵀ] [in, in], damped; the order of the columns, the
+    largest E[x²] first; and in that order an upper triangular root U such that UᵀU is the inverse of the moment."""
 
-    moment [in, in] is the second moment E[xxᵀ] of the layer's inputs; everything is on the CPU.
-    """
-    moment = damped(moment)
+    moment: Tensor
+    order: Tensor
+    root: Tensor
+
+    @classmethod
+    def of(cls, moment: Tensor) -> "Inputs":
+        moment = moment + DAMPING * moment.diagonal().mean().clamp(min=1e-12) * torch.eye(len(moment))
+        order = moment.diagonal().argsort(descending=True, stable=True)
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(moment[order][:, order].double()))
+        return cls(moment, order, torch.linalg.cholesky(inverse, upper=True).float())
+
+
+@torch.no_grad()
+def solve(weight: Tensor, quantizer: Quantizer, inputs: Inputs) -> Tensor:
+    """A latent weight [out, in] whose rounding nearly minimises E‖(W − Q)x‖². Group scales and offsets that are fp16
+    numbers are fitted, too; the others stay as they are. Everything is on the CPU."""
+    moment = inputs.moment
     scale, offset = _expanded(quantizer)
-    latent = compensated(weight - offset, scale, moment, quantizer.spec) + offset
+    latent = compensated(weight - offset, scale, inputs, quantizer.spec) + offset
     for _ in range(ROUNDS):
         latent = _descended(weight - offset, latent - offset, scale, moment, quantizer.spec) + offset
         if quantizer.spec.scale == "group" and not quantizer.spec.narrow:
@@ -38,10 +53,6 @@ def solve(weight: Tensor, quantizer: Quantizer, moment: Tensor) -> Tensor:
     return latent
 
 
-def damped(moment: Tensor) -> Tensor:
-    return moment + DAMPING * moment.diagonal().mean().clamp(min=1e-12) * torch.eye(len(moment))
-
-
 def _expanded(quantizer: Quantizer) -> tuple[Tensor, Tensor]:
     """Scale and offset of each weight."""
     offset = quantizer.offset_matrix()
@@ -50,15 +61,14 @@ def _expanded(quantizer: Quantizer) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def compensated(weight: Tensor, scale: Tensor, moment: Tensor, spec: QuantSpec) -> Tensor:
-    """The compensated weight [out, in]: rounding it to the nearest level gives GPTQ's codes.
-
-    scale [out, in] is fixed; moment [in, in] is damped; all are on the CPU. Columns are taken in order of decreasing
-    E[x²], the most important first. Greedily minimises E‖(W − Q)x‖².
-    """
-    order = moment.diagonal().argsort(descending=True, stable=True)
-    back = order.argsort()
-    w, scale, u = weight[:, order], scale[:, order], _inverse_root(moment[order][:, order])
+def compensated(weight: Tensor, scale: Tensor, inputs: Inputs, spec: QuantSpec) -> Tensor:
+    """The compensated weight [out, in]: rounding it to the nearest level gives GPTQ's codes, which greedily minimise
+    E‖(W − Q)x‖². scale [out, in] is fixed."""
+    order, u = inputs.order, inputs.root
+    w, scale, back = weight[:, order], scale[:, order], order.argsort()
+    if native.suits(w, scale, u):
+        native.run("compensate", w.shape, w, scale, u, Levels.of(spec))
+        return w[:, back]
     for start in range(0, w.shape[1], BLOCK):
         end = min(start + BLOCK, w.shape[1])
         errors = torch.empty_like(w[:, start:end])
@@ -109,9 +119,3 @@ def _fit(weight: Tensor, quantizer: Quantizer, ratio: Tensor, moment: Tensor) ->
         quantizer.scale.data[rows] = torch.where(scale.abs() < before.abs() / 8, before, scale)
         if offset:
             quantizer.offset.data[rows] = offset[0]
-
-
-def _inverse_root(moment: Tensor) -> Tensor:
-    """Upper triangular U such that UᵀU is the inverse of the moment."""
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(moment.double()))
-    return torch.linalg.cholesky(inverse, upper=True).float()

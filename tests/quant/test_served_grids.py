@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from qat_lora.quant.codes import pack_ternary, unpack_ternary
-from qat_lora.quant.gptq import solve
+from qat_lora.quant.gptq import Inputs, solve
 from qat_lora.quant.init import set_scale
 from qat_lora.quant.linear import QuantLinear
 from qat_lora.quant.spec import NAMES, QuantSpec
@@ -116,7 +116,7 @@ def test_gptq_lowers_the_error_of_outputs(text):
         return float(((quantizer.decode(quantizer.encode(latent)) - weight) @ inputs.T).norm())
 
     before = error(weight)
-    assert error(solve(weight, quantizer, inputs.T @ inputs / len(inputs))) < 0.9 * before
+    assert error(solve(weight, quantizer, Inputs.of(inputs.T @ inputs / len(inputs)))) < 0.9 * before
 
 
 @pytest.mark.parametrize("shape", [(1,), (5,), (7, 3), (64, 96)])
