@@ -46,7 +46,7 @@ Reader = Callable[[list[int], bool], Tensor]
 @dataclass(frozen=True, kw_only=True)
 class Config(TextSource, ScriptConfig):
     model: str = option(EMBEDDED, "model to quantise")
-    grids: str = option(GRIDS, "quantisers of MLP and attention")
+    grids: str = option(GRIDS, "quantisers of MLP and attention; or trained students, as files")
     formats: str = option("gguf,compressed-tensors,mlx", "formats to write and read")
     windows: int = option(8, "windows to measure")
     output_dir: str = option("runs/served", "folder for rows.jsonl")
@@ -66,11 +66,7 @@ def main(cfg: Config) -> None:
     for grid in cfg.grids.split(","):
         if grid in done:
             continue
-        spec, file = StudentSpec(grid, grid), out / "best.pt"
-        student = quantize(load_model(cfg.model), spec)
-        calibrate(student, "gptq", [{"tokens": batch} for batch in rows], "fp32")
-        save_student(file, student, cfg.model, spec, {})
-        del student
+        file = Path(grid) if grid.endswith(".pt") else new_student(cfg.model, grid, rows, out / "best.pt")
         found = [row for name in cfg.formats.split(",") if (row := compare(name, file, out, held, starts))]
         found = [{"model": cfg.model, "grid": grid, "commit": revision()} | row for row in found]
         with path.open("a") as lines:
@@ -80,6 +76,14 @@ def main(cfg: Config) -> None:
                 " | ".join(f"{value:.5f}" if isinstance(value, float) else str(value) for value in row.values()),
                 flush=True,
             )
+
+
+def new_student(model: str, grid: str, rows: Tensor, file: Path) -> Path:
+    spec = StudentSpec(grid, grid)
+    student = quantize(load_model(model), spec)
+    calibrate(student, "gptq", [{"tokens": batch} for batch in rows], "fp32")
+    save_student(file, student, model, spec, {})
+    return file
 
 
 def compare(name: str, file: Path, out: Path, held: list[list[int]], starts: list[list[int]]) -> dict | None:
