@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from qat_lora.kernels import native
-from qat_lora.quant.gptq import DAMPING, Inputs, _descended, _fit, compensated, solve
+from qat_lora.quant.gptq import DAMPING, Inputs, _fit, compensated, solve
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import QuantLinear
 from qat_lora.quant.spec import QuantSpec
@@ -105,22 +104,3 @@ def test_a_group_of_zeros_keeps_its_scale():
     initialise(layer)
     solve(layer.weight.detach(), layer.quantizer, Inputs.of(moment))
     assert (layer.quantizer.scale.abs() > 1e-6).all() and layer.quantizer.scale.isfinite().all()
-
-
-def descended(weight, scale, inputs, spec):
-    return _descended(weight, weight, scale, inputs.moment, spec)
-
-
-@pytest.mark.parametrize("step", [compensated, descended])
-@torch.no_grad()
-def test_c_computes_what_torch_does(monkeypatch, step):
-    torch.manual_seed(0)
-    layer = QuantLinear(nn.Linear(192, 400, bias=False), QuantSpec.parse("balanced2/g32"))
-    initialise(layer)
-    (_, moment), scale = correlated(), layer.quantizer.expanded(layer.quantizer.scale_matrix())
-    given = layer.weight.detach(), scale, Inputs.of(moment), layer.quantizer.spec
-    assert native.suits(given[0], scale, moment), "the kernel is not used"
-    found = step(*given)
-    monkeypatch.setattr(native, "suits", lambda *_, **__: False)
-    close = ((found - step(*given)).abs() < 1e-4).all(1).float().mean()
-    assert close > 0.9, f"only {close:.1%} of the rows agree"  # a value on a rounding boundary changes its whole row
