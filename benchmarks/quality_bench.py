@@ -45,6 +45,7 @@ class Clock:
         before the cell."""
         self.whole, self.began, self.cores = whole, time.time(), cores
         self.moments: list[tuple[float, float]] = []  # times, and core-seconds until then, while a script runs
+        self.pauses: list[tuple[float, float, float]] = []  # times, and the seconds and core-seconds that do not count
 
     def cost(self, file: Path | None = None) -> dict:
         """What was spent until now, or until a script wrote `file`."""
@@ -54,15 +55,19 @@ class Clock:
         if file:
             now = file.stat().st_mtime
             cores = max((spent for moment, spent in self.moments if moment <= now), default=0.0)
-        return {"seconds": round(now - self.began), "core_seconds": round(cores - self.cores)}
+        before = [pause for pause in self.pauses if pause[0] < now]
+        seconds, cores = now - self.began, cores - self.cores
+        return {
+            "seconds": round(seconds - sum(pause[1] for pause in before)),
+            "core_seconds": round(cores - sum(pause[2] for pause in before)),
+        }
 
     @contextmanager
     def stopped(self):
         """Context that costs nothing."""
         now, cores = time.time(), core_seconds()
         yield
-        self.began += time.time() - now
-        self.cores += core_seconds() - cores
+        self.pauses.append((now, time.time() - now, core_seconds() - cores))
 
     def run(self, command: list) -> int:
         """Run a command; return its exit code."""

@@ -72,7 +72,7 @@ def main(cfg: Config) -> None:
     if cfg.dry_run:
         return
     backend = open_backend(cfg.device, cfg.precision)
-    rows = first_batches(train, cfg.rows, min(cfg.rows, 4), cfg.seed)
+    rows = first_batches(train, cfg.rows, math.gcd(cfg.rows, 4), cfg.seed)
     chosen = allocate(sensitivities(load_model(model), menu, rows, backend), budget)
     options = preset(chosen)
     student = quantize(empty_model(model), StudentSpec(**options))

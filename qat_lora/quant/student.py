@@ -68,7 +68,7 @@ class StudentSpec:
         """(pattern, quantiser) for each part of `layers`."""
         found = [part.split("=") for part in layers.split(",") if part]
         if wrong := next((part for part in found if len(part) != 2), None):
-            raise UserError(f"layers {'='.join(wrong)!r} is not PATTERN=QUANTISER; use e.g. 0.*=int4/g64")
+            raise UserError(f"--layers {'='.join(wrong)!r} is not PATTERN=QUANTISER; use e.g. 0.*=int4/g64")
         return [tuple(part) for part in found]
 
     def of(self, part: str, path: str) -> str:
@@ -80,7 +80,7 @@ class StudentSpec:
         """Raise UserError for a pattern of `layers` that matches none of the model's."""
         for pattern, _ in self._own(self.layers):
             if not any(fnmatchcase(path, pattern) for path in paths):
-                raise UserError(f"layers: {pattern!r} matches no layer; the first is {next(iter(paths), 'missing')}")
+                raise UserError(f"--layers: {pattern!r} matches no layer; the first is {next(iter(paths), 'missing')}")
 
 
 def _canonical(text: str) -> str:
