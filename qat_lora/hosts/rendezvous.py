@@ -24,6 +24,7 @@ START_AGAIN = f"check that its host and network are up, then {AGAIN}"
 MEETING = "qat_lora/relay"  # key of the relay's address in torchrun's store, written anew after each restart
 EXIT_BARRIER = 20  # seconds; torchrun kills workers that are not done after 30
 ROUNDS = 100  # of one job's rendezvous, among which its exit barrier is looked for
+UNREACHABLE = errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT  # a connection may fail so on first use
 RDZV_PORT = 29400  # if torchrun's endpoint names none
 
 
@@ -93,7 +94,7 @@ def join(
                 if isinstance(error, UserError):
                     raise
                 why = first_line(error)
-                if not again:
+                if not (again or getattr(error, "errno", None) in UNREACHABLE):
                     raise UserError(
                         f"MASTER_PORT={at[1]}: the program at {where} is not worker 0 of a job ({why}); end it, or "
                         "give all workers another MASTER_PORT"

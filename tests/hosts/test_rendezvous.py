@@ -1,5 +1,6 @@
 """Workers started by a launcher, as real processes: how they meet, listen, stop, and notice that others died."""
 
+import errno
 import os
 import re
 import socket
@@ -8,10 +9,13 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from patience import PATIENCE
 from ports import free_port
 
-from qat_lora.hosts.environment import LAUNCH
+from qat_lora.errors import UserError
+from qat_lora.hosts.environment import LAUNCH, Timeouts
+from qat_lora.hosts.rendezvous import join
 
 SCRIPT = Path(__file__).with_name("signal_worker.py")
 
@@ -116,3 +120,22 @@ def test_workers_that_cannot_join_say_why(tmp_path):
     assert said[3].startswith(f"worker 1 is waiting for worker 0 at {at} (Connection refused)\n")
     assert f"error: worker 1 on {host} found no worker 0 at {at} within 2 s (Connection refused); start" in said[3]
     assert all(err.count("error:") == 1 and "Traceback" not in err for err in said)
+
+
+def test_an_address_that_turns_out_to_be_unreachable_is_tried_again(monkeypatch):
+    """Linux may report it on the connection's first use."""
+
+    class Unreachable(socket.socket):
+        def sendall(self, *data):
+            raise OSError(errno.EHOSTUNREACH, "No route to host")
+
+    tried = []
+
+    def connection(at, timeout):
+        tried.append(at)
+        return Unreachable()
+
+    monkeypatch.setattr(socket, "create_connection", connection)
+    with pytest.raises(UserError, match=r"found no worker 0 at hostb:1 within 0.5 s \(.*No route to host\)"):
+        join(lambda: ("hostb", 1), 1, 2, Timeouts(join=0.5), "hostb:1")
+    assert len(tried) > 1
