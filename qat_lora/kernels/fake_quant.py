@@ -20,15 +20,16 @@ class Grid(Protocol):
 
 
 class FakeQuant(torch.autograd.Function):
-    """Nearest level times scale, plus an offset, with the straight-through gradient of LSQ and LSQ+ (arXiv 1902.08153,
-    2004.09576).
+    """Nearest level times scale, plus an offset.
 
-    weight [O, G, g] latent; scale broadcastable to it; with an offset, both are [O, G, 1]. With x = (w − m)/s and q the
-    level nearest to x:
-      output q·s + m in `dtype`;  ∂/∂w = 1 inside the range, 0 outside;  ∂/∂s = q − x inside, the edge level outside;
-      ∂/∂m = 0 inside, 1 outside;  the last two times gradient_scale.
-    x is inside if rounding it needs no clipping (the edge levels' own cells count as inside). Only weight, scale and
-    offset are saved for the backward pass; x and q are recomputed.
+    weight [O, G, g] latent; scale broadcastable to it; with an offset, both are [O, G, 1]. With q the level nearest to
+    x = (w − m)/s:
+      output q·s + m in `dtype`;
+      ∂/∂w = 1 where rounding x needs no clipping (the edge levels' own cells included), 0 elsewhere;
+      ∂/∂s = q and ∂/∂m = 1, times gradient_scale: those of the output with its levels as they are.
+    LSQ's ∂/∂s = q − x (arXiv 1902.08153) also counts how levels change with s. At 2 bits it misleads: weights move
+    against their gradient, so q − x agrees with it, and scales shrink whatever the loss (docs/benchmarks.md).
+    Only weight, scale and offset are saved for the backward pass; x and q are recomputed.
     """
 
     @staticmethod
@@ -45,9 +46,12 @@ class FakeQuant(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         weight, scale, offset = ctx.saved_tensors
         gradients = _gradients_in_c if _suits_c(grad.dtype, weight, scale, offset) else _gradients
-        of_weight, of_scale, of_offset = gradients(weight, scale, offset, grad, ctx.grid)
-        of_offset = None if offset is None else of_offset * ctx.gradient_scale
-        return of_weight, of_scale.sum_to_size(scale.shape) * ctx.gradient_scale, None, None, None, of_offset
+        of_weight, of_scale = gradients(weight, scale, offset, grad, ctx.grid)
+        of_scale = of_scale.sum_to_size(scale.shape) * ctx.gradient_scale
+        of_offset = None
+        if offset is not None:
+            of_offset = grad.to(weight.dtype).sum_to_size(offset.shape) * ctx.gradient_scale
+        return of_weight, of_scale, None, None, None, of_offset
 
 
 @native.fused
@@ -58,19 +62,16 @@ def _quantised(weight: Tensor, scale: Tensor, offset: Tensor | None, grid: Grid,
 
 
 @native.fused
-def _gradients(
-    weight: Tensor, scale: Tensor, offset: Tensor | None, grad: Tensor, grid: Grid
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """∂/∂weight, ∂/∂scale and ∂/∂offset; the latter two are summed over a group's weights if the scale is [O, G, 1]."""
+def _gradients(weight: Tensor, scale: Tensor, offset: Tensor | None, grad: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """∂/∂weight and ∂/∂scale; the latter is summed over a group's weights if the scale is [O, G, 1]."""
     x = (weight if offset is None else weight - offset) / scale
-    code = (x - grid.lowest).div_(grid.step).round_()
+    code = x.sub_(grid.lowest).div_(grid.step).round_()
     clipped = code.clamp(0, grid.levels - 1)
     inside = code.eq_(clipped)  # in fp32: products with a bool mask take ten times as long on a CPU
     level = clipped.mul_(grid.step).add_(grid.lowest)
     grad = grad.to(weight.dtype)
-    of_weight, of_scale = grad * inside, level.sub_(x.mul_(inside)).mul_(grad)
-    of_offset = None if offset is None else (grad - of_weight).sum(2, keepdim=True)
-    return of_weight, of_scale.sum(2, keepdim=True) if _one_a_group(scale, weight) else of_scale, of_offset
+    of_weight, of_scale = grad * inside, level.mul_(grad)
+    return of_weight, of_scale.sum(2, keepdim=True) if _one_a_group(scale, weight) else of_scale
 
 
 def _one_a_group(scale: Tensor, weight: Tensor) -> bool:
@@ -168,13 +169,12 @@ def _quantised_in_c(weight: Tensor, scale: Tensor, offset: Tensor | None, grid: 
 
 def _gradients_in_c(
     weight: Tensor, scale: Tensor, offset: Tensor | None, grad: Tensor, grid: Grid
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     grad, of_weight = grad.contiguous(), torch.empty_like(weight)
     summed = _one_a_group(scale, weight)
     # tiles keep the products in cache until they are summed
     slices = tiles(len(weight), weight[0].numel(), weight.device) if summed else [slice(None)]
     of_scale = torch.empty_like(scale if summed else weight)
-    of_offset = None if offset is None else torch.empty_like(offset)
     room = torch.empty_like(weight[slices[0]]) if summed else of_scale
     for rows in slices:
         w, g, back, products = weight[rows], grad[rows], of_weight[rows], room[: len(weight[rows])]
@@ -183,6 +183,4 @@ def _gradients_in_c(
         native.run("gradients", w.shape, w, g, back, products, *there)
         if summed:
             torch.sum(products, 2, keepdim=True, out=of_scale[rows])
-        if of_offset is not None:
-            torch.sum(torch.sub(g, back, out=products), 2, keepdim=True, out=of_offset[rows])
-    return of_weight, of_scale, of_offset
+    return of_weight, of_scale

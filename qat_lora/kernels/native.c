@@ -50,12 +50,12 @@ static inline __attribute__((always_inline)) void gradients_one(
     const float *w, const float *s, long stride, float m, const void *grad, int type, float *of_w, float *of_s,
     long size, Levels levels, int unit) {
     for (long i = 0; i < size; i++) {
-        float x = (w[i] - m) / s[i * stride], shifted = x - levels.lowest;
-        float code = rintf(unit ? shifted : shifted / levels.step), kept = clipped(code, levels.top);
+        float x = (w[i] - m) / s[i * stride] - levels.lowest;
+        float code = rintf(unit ? x : x / levels.step), kept = clipped(code, levels.top);
         float inside = code == kept ? 1 : 0, level = (unit ? kept : kept * levels.step) + levels.lowest;
         float g = type ? from_bf16(((const uint16_t *)grad)[i]) : ((const float *)grad)[i];
         of_w[i] = g * inside;
-        of_s[i] = (level - x * inside) * g;
+        of_s[i] = level * g;
     }
 }
 

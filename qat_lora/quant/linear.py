@@ -201,13 +201,16 @@ def _for_each(factor: Tensor, values: Tensor) -> Tensor:
 
 
 def _narrowed(values: Tensor, reach: Tensor, levels: Levels) -> Tensor:
-    """Scales or offsets [R, G, 1] as integers times the factor of their block."""
-    factor, (rows, blocks, _) = _factor(reach, levels), reach.shape
-    gradient_scale = 1 / math.sqrt(values.shape[1] // blocks * levels.largest)
-    kept = FakeQuant.apply(values.view(rows, blocks, -1), factor, levels, gradient_scale, values.dtype)
-    if levels.lowest < 0 < levels.lowest + levels.levels - 1:
+    """Scales or offsets [R, G, 1] as integers times the factor of their block. Gradients are LSQ's (arXiv 1902.08153):
+    values inside the range have all of it, the reach that of the others."""
+    factor = _for_each(_factor(reach, levels), values)
+    top = levels.lowest + levels.levels - 1
+    x = (values / factor).clamp(levels.lowest - 0.5, top + 0.5)
+    level = nearest_code(x.detach().clone(), levels).add_(levels.lowest)
+    kept = level * factor + (x - x.detach()) * factor.detach()
+    if levels.lowest < 0 < top:
         kept = not_zero(kept, factor.detach().abs())  # a scale is never 0
-    return kept.view_as(values)
+    return kept
 
 
 class QuantLinear(nn.Linear):

@@ -43,8 +43,8 @@ def test_forward_is_the_nearest_level_times_the_scale(text):
 @pytest.mark.parametrize(("scale", "shared"), [("g16", 16), ("tensor", 24 * 64), ("r3", 1)])
 @pytest.mark.parametrize("text", LEVEL_TEXTS)
 def test_layer_gradients_equal_a_dense_reference(text, scale, shared):
-    """LSQ's straight-through gradients from W_eff built with detach(): rounding passes x on, clipping does not. Covers
-    the sum over a group, LSQ's 1/√(N·Q_max), and A, g, B."""
+    """Gradients from W_eff built with detach(): rounding passes the weight on, clipping does not, and levels stay as
+    they are for the scale. Covers the sum over a group, LSQ's 1/√(N·Q_max), and A, g, B."""
     layer = layer_of(f"{text}/{scale}").double()
     quantizer, spec = layer.quantizer, layer.quantizer.spec
     upstream = torch.randn(24, 64, dtype=torch.float64)
@@ -55,13 +55,11 @@ def test_layer_gradients_equal_a_dense_reference(text, scale, shared):
     s = quantizer.scale_matrix()
     s = (s.expand_as(quantizer.grouped(layer.weight))).reshape(24, 64)
     s = s.detach() + (s - s.detach()) / (shared * spec.largest) ** 0.5
-    x = layer.weight / s
-    code = ((x - spec.lowest) / spec.step).round().detach()
+    code = ((layer.weight / s - spec.lowest) / spec.step).round().detach()
     inside = (code >= 0) & (code < spec.levels)
     assert 0 < inside.sum() < inside.numel()
     level = levels_of(spec)[code.clamp(0, spec.levels - 1).long()]
-    dense = torch.where(inside, x + (level - x).detach(), level) * s
-    # The straight-through gradient of w inside the range is exactly 1: d(w/s · s)/dw.
+    dense = level * s + (layer.weight - layer.weight.detach()) * inside
     dense.backward(upstream)
     reference = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
     assert learned.keys() == reference.keys() == {n for n, _ in layer.named_parameters() if n != "bias"}

@@ -49,19 +49,18 @@ def test_narrow_scales_are_integers_that_fit(text):
 
 @pytest.mark.parametrize("text", GRIDS)
 def test_gradients_are_those_of_rounding_passed_straight_through(text):
-    """Against autograd through plain operations, whose rounding has the gradient 1."""
+    """Against autograd through plain operations, with rounding straight through for the weight alone."""
     layer = made(text)
     quantizer, spec = layer.quantizer, layer.quantizer.spec
     scale = quantizer.scale_matrix().detach().requires_grad_()
     offset = quantizer.offset_matrix()
     offset = torch.zeros(()) if offset is None else offset.detach().requires_grad_()
     weight = quantizer.grouped(layer.weight.detach()).clone().requires_grad_()
-    code = ((weight - offset) / scale - spec.lowest) / spec.step
-    nearest = code.round().clamp(0, spec.levels - 1)
-    inside = nearest == code.round()
-    passed = torch.where(inside, code + (code.round() - code).detach(), nearest.detach())
+    code = (((weight - offset) / scale - spec.lowest) / spec.step).round().detach()
+    nearest = code.clamp(0, spec.levels - 1)
+    moved = (weight - weight.detach()) * (nearest == code)
     out = torch.randn(weight.shape)
-    (((passed * spec.step + spec.lowest) * scale + offset) * out).sum().backward()
+    (((nearest * spec.step + spec.lowest) * scale + offset + moved) * out).sum().backward()
     (quantizer(layer.weight, torch.float32).view(weight.shape) * out).sum().backward()
     torch.testing.assert_close(quantizer.grouped(layer.weight.grad), weight.grad, rtol=1e-4, atol=1e-5)
     if not spec.narrow:
@@ -69,6 +68,17 @@ def test_gradients_are_those_of_rounding_passed_straight_through(text):
         torch.testing.assert_close(quantizer.scale.grad, scale.grad * factor, rtol=1e-3, atol=1e-3)
         if spec.offset:
             torch.testing.assert_close(quantizer.offset.grad, offset.grad * factor, rtol=1e-3, atol=1e-3)
+
+
+def test_narrow_scales_within_the_reach_are_trained_and_those_beyond_it_widen_it():
+    quantizer = made("int2/g32/s8").quantizer
+    with torch.no_grad():
+        quantizer.reach.copy_(1.05 * quantizer.scale.abs().amax(1, keepdim=True))
+        quantizer.scale[0, 3] = 2 * quantizer.reach[0]
+    quantizer.scale_matrix().sum().backward()
+    assert quantizer.scale.grad[0, 3] == 0 and quantizer.scale.grad.sum() == quantizer.scale.numel() - 1
+    assert quantizer.reach.grad[0] > 0.9
+    assert quantizer.reach.grad[1:].abs().max() < 0.1, "the sum of what rounding leaves"
 
 
 @pytest.mark.parametrize("text", GRIDS)
