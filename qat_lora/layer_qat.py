@@ -4,7 +4,6 @@ The stage before end-to-end training: one block at a time, which needs little me
 better than any scale search (EfficientQAT's first phase, arXiv 2407.11062).
 """
 
-from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.backend import TorchBackend, is_xla_device, xla_mark_step  # noqa: F401 (the guide imports the two from here)
-from qat_lora.kd.training import kd_loss
 from qat_lora.kernels.optimizer import new_optimizer
-from qat_lora.models.architecture import as_answer, decoder_layers, replaced
-from qat_lora.quant.blockwise import BlockCalls, Call, block_outputs, compensate_block, first_inputs, run_block
+from qat_lora.models.architecture import decoder_layers
+from qat_lora.quant.blockwise import Call, block_outputs, compensate_block, first_inputs, run_block
 from qat_lora.quant.linear import full_precision, parameter_groups
 from qat_lora.run.metrics import Last, Share, Total
 from qat_lora.run.session import Session
@@ -24,13 +22,12 @@ from qat_lora.train.loop import cosine, restore, set_learning_rates, trained_par
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """steps: updates per block, each on one batch; kd_weight: weight of a global distillation term, 0 leaves it out;
-    compensate: apply GPTQ to each block before training it, on the outputs of the trained blocks before it."""
+    """steps: updates per block, each on one batch. compensate: apply GPTQ to each block before training it, on the
+    outputs of the trained blocks before it."""
 
     steps: int
     learning_rate: float
     clip_grad_norm: float
-    kd_weight: float = 0.0
     compensate: bool = False
 
 
@@ -38,9 +35,8 @@ def train_layers(student: nn.Module, batches: list[dict], plan: LayerPlan, sessi
     """Train the blocks of a placed student in order, on `batches` (dicts of tokens [B, L], all of one shape).
 
     Loss: `relative_error` between a block's outputs in the student and in the full-precision model. In the student, its
-    inputs come from the trained blocks before it, so it also learns to undo their errors. kd_weight > 0 adds that
-    weight times the cached distillation loss of the whole model with later blocks in full precision (batches then need
-    index, prob and mask). Each worker has its own batches; together they act as one larger batch.
+    inputs come from the trained blocks before it, so it also learns to undo their errors. Each worker has its own
+    batches; together they act as one larger batch.
     """
     backend, layers = session.backend, _Layers(student, batches, plan, session.backend)
     for step in session.steps("layers", len(layers.blocks) * plan.steps, layers.state, layers.load):
@@ -52,9 +48,6 @@ def train_layers(student: nn.Module, batches: list[dict], plan: LayerPlan, sessi
         with _only_trainable(student, layers.blocks[block]), backend.autocast():
             out = run_block(layers.blocks[block], batch["hidden"], call)
             loss = relative_error(out.float(), batch["target"].float()).mean() / backend.world_size
-            if plan.kd_weight:
-                rest = _rest_of_model_loss(student, block, out, layers.calls.answers, batch)
-                loss = loss + plan.kd_weight * rest
             backend.backward(loss)
         norm, tokens = backend.update(layers.optimizer, plan.clip_grad_norm), Total(batch["tokens"].numel())
         rate = Last(plan.learning_rate * factor)
@@ -75,7 +68,7 @@ class _Layers:
         self.optimizer = self.saved = None  # saved: an optimiser's state from a checkpoint, until its block is reached
         self.inputs: list[Tensor] = []
         self.targets: list[Tensor] = []
-        self.calls = BlockCalls([], {})
+        self.calls: list[tuple[Call, ...]] = []
 
     def state(self) -> tuple[dict, dict]:
         return trained_parameters(self.student), {"optimizer": self.optimizer.state_dict(), "block": self.current}
@@ -102,7 +95,7 @@ class _Layers:
         self.targets = self.inputs
 
     def _outputs(self, block: int, inputs: list[Tensor]) -> list[Tensor]:
-        return block_outputs(self.blocks[block], inputs, self.calls.block(block), self.backend)
+        return block_outputs(self.blocks[block], inputs, self.calls[block], self.backend)
 
     def _know(self, block: int) -> None:
         """Advance `targets` to a block; the blocks not yet passed must still be untrained."""
@@ -115,7 +108,7 @@ class _Layers:
         """Begin a block's training, or resume in the middle of it."""
         self._know(block)
         if self.plan.compensate and not resumed:
-            compensate_block(self.blocks[block], self.inputs, self.calls.block(block), self.backend)
+            compensate_block(self.blocks[block], self.inputs, self.calls[block], self.backend)
         rate = self.plan.learning_rate
         self.optimizer = new_optimizer(parameter_groups(self.blocks[block], rate, rate), self.backend)
         if resumed:
@@ -125,19 +118,7 @@ class _Layers:
     def batch(self, at: int) -> tuple[dict[str, Tensor], Call]:
         """A batch on the device, with the current block's input and target, and how the block is called."""
         batch = {"hidden": self.inputs[at], "target": self.targets[at]} | self.batches[at]
-        return self.backend.to_device(batch), self.calls.block(self.current)[at]
-
-
-def _rest_of_model_loss(student, index: int, hidden: Tensor, answers: dict[type, int], batch: dict) -> Tensor:
-    """Cached distillation loss of the model, given the output `hidden` of block `index`; later blocks in full
-    precision."""
-    layers = decoder_layers(student)
-
-    def passed(block: nn.Module) -> Callable:
-        return lambda *args, **kwargs: as_answer(hidden, answers[type(block)])
-
-    with full_precision(layers[index + 1 :]), replaced(layers[: index + 1], passed):
-        return kd_loss(student, batch)
+        return self.backend.to_device(batch), self.calls[self.current][at]
 
 
 def relative_error(answer: Tensor, wanted: Tensor) -> Tensor:

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qat_lora.models.packaged import CHOICES
-from qat_lora.quant.spec import SCOPES
 from qat_lora.quant.targets import HELD, picked
 from qat_lora.run import options as opt
 from qat_lora.run.command_line import check_command_line, run_script
@@ -66,19 +65,6 @@ class Config(TrainOptions, JobConfig):
     layer_rows: int = opt.training(32, "training rows used by --init and by the layer-wise stage", at_least=1)
     layer_learning_rate: float | None = opt.training(
         None, "peak learning rate of the layer-wise stage [computed from the weights]", **opt.RATE
-    )
-    layer_kd_weight: float = opt.training(
-        0.0, "weight of the whole model's distillation loss in the layer-wise loss", **opt.WEIGHT
-    )
-    scope: Literal[*SCOPES] = opt.training(
-        "all", "which parameters to train end to end; weights leaves the scales fixed"
-    )
-    ema: float = opt.training(
-        0.0,
-        "decay of the moving average (EMA) of the student, which is then evaluated and saved instead; 0 keeps none",
-        at_least=0,
-        below=1,
-        fix="use e.g. 0.98, or 0 for no average",
     )
     learning_rate: float | None = opt.training(
         None,
@@ -150,12 +136,12 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     student = start_student(cfg, *start, train, session) if start else quantize(empty_model(cfg.model), spec)
     student, best, kept = backend.place(student), session.best("heldout_kl"), run.path / "best.pt"
 
-    def evaluate(step: int, model: nn.Module) -> dict:
+    def evaluate(step: int) -> dict:
         """Held-out figures; best.pt keeps the student with the lowest KL."""
         done = session.offset + step
-        figures = heldout_figures(model, heldout, backend, cfg.batch_size, cfg.eval_rows)
+        figures = heldout_figures(student, heldout, backend, cfg.batch_size, cfg.eval_rows)
         if backend.is_main and best.take(figures, kept.exists()):
-            save_student(kept, model, cfg.model, spec, {"step": done, "trained": trained or done > 0, **figures})
+            save_student(kept, student, cfg.model, spec, {"step": done, "trained": trained or done > 0, **figures})
         return figures
 
     if cfg.layer_steps:
@@ -183,7 +169,7 @@ def end_to_end(student: nn.Module, train: KDCacheDataset, plan: QATPlan, session
                 loss = kd_loss(student, batch)
             backend.backward(loss)
             update.add(loss=Share(loss), kl=Share(loss - target_entropy(batch)), tokens=Total(tokens_of(batch)))
-        norm = update.step()  # reduces over workers, clips, steps, updates the EMA
+        norm = update.step()  # reduces over workers, clips, steps
         update.record(grad_norm=norm)
 
 
@@ -252,14 +238,8 @@ def open_rows(cfg: Config, backend: TorchBackend, workers: int) -> tuple[KDCache
     stages = f"{cfg.layer_steps} updates for each of {len(decoder_layers(model))} blocks, {cfg.max_steps} end to end"
     say(f"start: {cfg.checkpoint or cfg.init}; {stages}")
     say(check_target(cfg.target, cfg.model, model) if cfg.target else export_formats(cfg.model))
-    cfg.describe(model, train, backend, workers, beside(cfg, model))
+    cfg.describe(model, train, backend, workers)
     return train, heldout
-
-
-def beside(cfg: Config, model: nn.Module) -> Parts:
-    """The memory in use during training besides the model's own."""
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return {"moving average": 4 * trained} if cfg.ema else {}
 
 
 def facts_of(cfg: Config, train: KDCacheDataset, layer_batch: int, backend: TorchBackend) -> tuple[dict, bool]:
@@ -301,13 +281,13 @@ def layer_plan(cfg: Config) -> LayerPlan:
     """The plan of the layer-wise stage. cfg: with all learning rates resolved."""
     return LayerPlan(
         steps=cfg.layer_steps, learning_rate=cfg.layer_learning_rate, clip_grad_norm=cfg.clip_grad_norm,
-        kd_weight=cfg.layer_kd_weight, compensate=cfg.init == "gptq",
+        compensate=cfg.init == "gptq",
     )  # fmt: skip
 
 
 def qat_plan(cfg: Config) -> QATPlan:
     """The plan of the end-to-end stage. cfg: with all learning rates resolved."""
-    return QATPlan(**vars(cfg.plan()), scale_learning_rate=cfg.scale_learning_rate, scope=cfg.scope, ema=cfg.ema)
+    return QATPlan(**vars(cfg.plan()), scale_learning_rate=cfg.scale_learning_rate)
 
 
 def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
@@ -319,14 +299,14 @@ def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
     session = backend.rehearsal(len(rows) * len(rows[0]["tokens"]))
     student = backend.place(quantize(empty_model(planned_name(cfg.model)), student_spec(cfg)))
 
-    def evaluate(step: int, model: nn.Module) -> dict:
-        return heldout_figures(model, rows, backend, cfg.batch_size, cfg.batch_size)
+    def evaluate(step: int) -> dict:
+        return heldout_figures(student, rows, backend, cfg.batch_size, cfg.batch_size)
 
     if cfg.layer_steps:
         train_layers(student, first_batches(rows, cfg.batch_size, cfg.batch_size, cfg.seed), layer_plan(cfg), session)
     set_up_blocks(student, backend, cfg.gradient_checkpointing, cfg.compile)
     end_to_end(student, rows, qat_plan(cfg), session, evaluate)
-    return cfg.memory(student, len(rows[0]["tokens"]), backend, beside(cfg, student))
+    return cfg.memory(student, len(rows[0]["tokens"]), backend)
 
 
 if __name__ == "__main__":

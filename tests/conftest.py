@@ -37,7 +37,7 @@ SLOW = (
     "experiments/legal/test_citations", "scripts/test_export_model", "scripts/test_chat_template",
     "lora/test_adapter_targets", "experiments/athena/test_training", "lora/test_recovery", "backend/test_detect",
     "rl/test_grpo", "scripts/test_report_recovery", "test_layer_qat", "experiments/athena/test_puzzles",
-    "train/test_qat", "train/test_stages", "models/test_multimodal", "experiments/musclebob/test_rewards",
+    "train/test_qat", "models/test_multimodal", "experiments/musclebob/test_rewards",
     "scripts/test_packaged_model", "repo/test_help", "backend/test_torch", "backend/test_heap",
     "models/test_gguf_models", "quant/test_calibration", "scripts/test_run_inference", "experiments/legal/test_rules",
     "quant/test_student", "rl/test_rollout", "repo/test_imports", "models/test_loading", "repo/test_passes",

@@ -34,7 +34,7 @@ def train(backend, model: str, cache: str, out: Path, watch=lambda gradients: No
     out.mkdir(exist_ok=True)
     session = Session(Run(out, resumed=False, writes=backend.is_main), backend, Every(log=1, save=0))
     plan = QATPlan(STEPS, GLOBAL_BATCH // backend.world_size, 1, 1e-4, warmup_steps=1, clip_grad_norm=0.1, seed=0)
-    train_qat(student, KDCacheDataset(cache), plan, session, evaluate=lambda step, model: {})
+    train_qat(student, KDCacheDataset(cache), plan, session, evaluate=lambda step: {})
     trained = {name: p for name, p in student.named_parameters() if p.requires_grad}
     save_file(backend.to_host(trained), out / f"worker{backend.rank}.safetensors")
 

@@ -13,7 +13,7 @@ SCRIPTS = {
 }  # fmt: skip
 TINY = {
     "teacher cache": "--length 64 --batch-size 4 --cache-dir caches/none",
-    "QAT": "--cache-dir caches/none_L64_K8 --batch-size 4 --accumulation-steps 2 --layer-steps 5 --ema 0.9",
+    "QAT": "--cache-dir caches/none_L64_K8 --batch-size 4 --accumulation-steps 2 --layer-steps 5",
     "recovery": "--cache-dir caches/none_L64_K8 --batch-size 4 --accumulation-steps 2",
     "SFT and GRPO": "--sft --sft-batch-size 4 --batch-size 2 --num-generations 4 --max-prompt-length 32 "
     "--max-new-tokens 8",

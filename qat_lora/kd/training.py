@@ -11,15 +11,14 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from qat_lora.backend import TorchBackend
-from qat_lora.errors import UserError
 from qat_lora.kernels.optimizer import new_optimizer
-from qat_lora.models.architecture import decoder_layers, hidden_states, part_of
+from qat_lora.models.architecture import hidden_states
 from qat_lora.quant.linear import parameter_groups, quantized_layers
 from qat_lora.quant.student import head_of
 from qat_lora.run.options import MOST_RATE, RATE, check_range
 from qat_lora.run.session import Session
 from qat_lora.train.evaluation import batch_means, perplexity
-from qat_lora.train.loop import Plan, Stage, StageState, ema_copy, row_stream, trained_parameters, update_ema
+from qat_lora.train.loop import Plan, Stage, StageState, row_stream
 from qat_lora.train.losses import kept, log_probs_at, sparse_loss
 
 
@@ -50,18 +49,13 @@ def kd_soft_ce(student_logits: Tensor, teacher_logits: Tensor, temperature: floa
 
 @dataclass(frozen=True)
 class QATPlan(Plan):
-    """scale_learning_rate: learning rate of the quantisers' scales; None: learning_rate. scope: which parameters to
-    train, see `select_parameters`. ema: decay of the moving average (EMA) of the weights, which is evaluated and saved
-    instead of the student; 0: the student itself."""
+    """scale_learning_rate: learning rate of the quantisers' scales; None: learning_rate."""
 
     scale_learning_rate: float | None = None
-    scope: str = "all"
-    ema: float = 0.0
 
     def __post_init__(self):
         super().__post_init__()
         check_range("scale_learning_rate", self.scale_rate, **RATE)
-        check_range("ema", self.ema, at_least=0, below=1)
 
     @property
     def scale_rate(self) -> float:
@@ -69,25 +63,14 @@ class QATPlan(Plan):
 
 
 def qat_stage(
-    student: nn.Module, train: Dataset, plan: QATPlan, session: Session, evaluate: Callable[[int, nn.Module], dict]
+    student: nn.Module, train: Dataset, plan: QATPlan, session: Session, evaluate: Callable[[int], dict]
 ) -> Stage:
-    """A stage that trains a placed student's trainable parameters within the plan's scope on a KDCacheDataset.
-
-    evaluate(step, model) returns held-out figures and may save the best checkpoint; model is the student, or its moving
-    average.
-    """
+    """A stage that trains a placed student's trainable parameters on a KDCacheDataset. evaluate(step) returns held-out
+    figures and may save the best checkpoint."""
     backend = session.backend
-    kept = trained_parameters(student)  # including those trained in earlier stages
-    select_parameters(student, plan.scope)
-    groups = parameter_groups(student, plan.learning_rate, plan.scale_rate)
-    optimizer = new_optimizer(groups, backend)
-    average = ema_copy(student) if plan.ema else None
-    shown = student if average is None else average
-    return Stage(
-        "qat", session, plan, optimizer, row_stream(train, plan, backend),
-        StageState(student, optimizer, average, parameters=kept), lambda step: evaluate(step, shown),
-        after_step=(lambda: update_ema(average, student, plan.ema)) if plan.ema else None,
-    )  # fmt: skip
+    optimizer = new_optimizer(parameter_groups(student, plan.learning_rate, plan.scale_rate), backend)
+    stream = row_stream(train, plan, backend)
+    return Stage("qat", session, plan, optimizer, stream, StageState(student, optimizer), evaluate)
 
 
 def heldout_figures(
@@ -119,27 +102,6 @@ def heldout_figures(
 
 LEAST_RATE = 1e-12  # learning rate of a student whose weights are all zero
 RATE_SHARE = 3.1e-3  # peak learning rate of 2-bit weights, as a share of their root mean square
-
-
-def select_parameters(student: nn.Module, scope: str) -> None:
-    """Freeze the parameters outside `scope`: "mlp" and "attn" train only that part of the decoder blocks, "weights"
-    everything but the scales, and "all" everything (see SCOPES)."""
-    keep = {id(p) for p in student.parameters()}
-    if scope in ("mlp", "attn"):
-        keep = {
-            id(p)
-            for block in decoder_layers(student)
-            for child, module in block.named_children()
-            if any(p.ndim > 1 for p in module.parameters())  # not the block's own norms
-            for name, p in module.named_parameters(child)
-            if part_of(block, name) == scope
-        }
-    elif scope == "weights":
-        keep -= {id(p) for layer in quantized_layers(student).values() for p in layer.quantizer.parameters()}
-    for p in student.parameters():
-        p.requires_grad_(p.requires_grad and id(p) in keep)
-    if not any(p.requires_grad for p in student.parameters()):
-        raise UserError(f"--scope {scope} leaves no trainable parameters in this model; use another scope")
 
 
 def usual_rates(student: nn.Module) -> tuple[float, float]:

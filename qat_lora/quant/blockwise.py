@@ -6,7 +6,6 @@ import functools
 import inspect
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -26,40 +25,27 @@ class _Seen(Exception):
 Call = tuple[tuple, dict]  # positional and keyword arguments of a block, without the hidden states
 
 
-@dataclass(frozen=True)
-class BlockCalls:
-    """How a model calls its decoder blocks: masks, rotary embeddings and any other arguments.
-
-    calls: for each batch, one Call per block. answers: how many values a block of each class returns; 0: a bare tensor
-    of hidden states.
-    """
-
-    calls: list[list[Call]]
-    answers: dict[type, int]
-
-    def block(self, index: int) -> list[Call]:
-        """The Call of block `index` for each batch."""
-        return [calls[index] for calls in self.calls]
-
-
 @torch.no_grad()
-def first_inputs(model: nn.Module, batches: list[dict], backend: TorchBackend) -> tuple[list[Tensor], BlockCalls]:
-    """The inputs of the first decoder block, hidden states [B, L, H] on the host, and how all blocks are called.
+def first_inputs(
+    model: nn.Module, batches: list[dict], backend: TorchBackend
+) -> tuple[list[Tensor], list[tuple[Call, ...]]]:
+    """The inputs of the first decoder block, hidden states [B, L, H] on the host, and for each block its Call in every
+    batch: masks, rotary embeddings and any other arguments.
 
     batches: dicts of tokens [B, L], all of the same shape. This runs the model's own forward with blocks that return
     their hidden states unchanged; `check_blocks` checks that the model allows it.
     """
-    inputs, calls, answers = [], [], {}
+    inputs, calls = [], []
     for number, batch in enumerate(batches):
         with backend.autocast():
-            hidden, found = _calls(model, batch["tokens"].to(backend.device, non_blocking=True), answers)
+            hidden, found = _calls(model, batch["tokens"].to(backend.device, non_blocking=True))
         backend.step_boundary()
         inputs.append(backend.to_host(hidden))
         if number == 1 and _same(found, calls[0]):  # same masks and positions for every batch: keep one copy
             calls = [calls[0]] * len(batches)
         if len(calls) < len(batches):
             calls.append(found)
-    return inputs, BlockCalls(calls, answers)
+    return inputs, list(zip(*calls))
 
 
 @torch.no_grad()
@@ -77,13 +63,13 @@ def check_blocks(model: nn.Module) -> None:
     finally:
         for hook in hooks:
             hook.remove()
-    if not _same(real, _calls(model, tokens, {})[1]):
+    if not _same(real, _calls(model, tokens)[1]):
         raise _entangled(model, "the arguments of a block depend on the blocks before it")
 
 
-def _calls(model: nn.Module, tokens: Tensor, answers: dict[type, int]) -> tuple[Tensor, list[Call]]:
+def _calls(model: nn.Module, tokens: Tensor) -> tuple[Tensor, list[Call]]:
     """The first block's hidden states and the Call of every block, with blocks that return their input unchanged."""
-    layers, seen = decoder_layers(model), []
+    layers, seen, answers = decoder_layers(model), [], {}
 
     def stand_in(block: nn.Module):
         def forward(*args, **kwargs):

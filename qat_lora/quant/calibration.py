@@ -68,8 +68,8 @@ def calibrate(
         inputs, calls = first_inputs(student, batches, backend)
         found = decoder_layers(student)
         for index, block in watched(enumerate(found), "GPTQ, block by block", len(found)):
-            compensate_block(block, inputs, calls.block(index), backend)
-            inputs = block_outputs(block, inputs, calls.block(index), backend)
+            compensate_block(block, inputs, calls[index], backend)
+            inputs = block_outputs(block, inputs, calls[index], backend)
 
 
 def _least_error(student: nn.Module, layers: dict[str, nn.Module], batches: list[dict], backend: TorchBackend) -> None:

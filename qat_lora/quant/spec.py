@@ -25,7 +25,6 @@ FORM = re.compile(
     r"(?:(balanced|int|uniform|lut)([2-8])|(ternary))"
     r"/(?:g([1-9]\d*)|rows([1-9]\d*)|r([1-9]\d*)|(tensor))(\+offset)?(?:/s([4-8])(?:x([1-9]\d*))?)?"
 )
-SCOPES = ("all", "mlp", "attn", "weights")  # which parameters of a student are trained
 LOWRANK_INIT_GROUP = 32  # a low-rank scale is initialised from the truncated SVD of group scales of this size
 
 

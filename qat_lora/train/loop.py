@@ -7,11 +7,10 @@ for update in stage:                                    # resumes, evaluates, sa
             loss = …                                    # forward and loss
         backend.backward(loss)
         update.add(loss=Share(loss), tokens=Total(tokens_of(batch)))
-    norm = update.step()                                # reduce over workers, clip, step, moving average
+    norm = update.step()                                # reduce over workers, clip, step
     update.record(grad_norm=norm)
 """
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -73,18 +72,16 @@ class Stage:
     stream: see `row_stream`. trained: the content of checkpoints. evaluate(step) → held-out figures, see Session.steps.
     in_step(factor): extra work in an optimiser step, in the same graph on XLA; factor: see Plan.factor. summed() →
     tensors for `in_step` that are summed over workers together with the gradients.
-    after_step: extra work after the step, in a separate graph.
     """
 
     def __init__(
         self, name: str, session: Session, plan: Plan, optimizer: torch.optim.Optimizer, stream: Stream,
         trained: "StageState", evaluate: Callable[[int], dict] | None = None,
-        in_step: Callable[[float], None] | None = None, after_step: Callable[[], None] | None = None,
-        summed: Callable[[], Iterable[Tensor]] = tuple,
+        in_step: Callable[[float], None] | None = None, summed: Callable[[], Iterable[Tensor]] = tuple,
     ):  # fmt: skip
         self.name, self.session, self.backend, self.plan = name, session, session.backend, plan
         self.optimizer, self.stream, self.trained, self.evaluate = optimizer, stream, trained, evaluate
-        self.in_step, self.after_step, self.summed = in_step, after_step, summed
+        self.in_step, self.summed = in_step, summed
 
     def __iter__(self) -> Iterator["Update"]:
         """Set the learning rates of each update, then yield it."""
@@ -123,17 +120,14 @@ class Update:
             self.added.setdefault(name, []).append(metric.detached())
 
     def step(self) -> Tensor:
-        """Reduce the gradients over workers, clip them and take the optimiser step, with `in_step` and `after_step`.
-        Returns the gradient norm before clipping, a device scalar."""
+        """Reduce the gradients over workers, clip them and take the optimiser step, with `in_step`. Returns the
+        gradient norm before clipping, a device scalar."""
         self._sum()
         stage = self.stage
         in_step = partial(stage.in_step, self.factor) if stage.in_step else None
         stage.backend.phases.begin("Optimizer step")
         norm = stage.backend.update(stage.optimizer, stage.plan.clip_grad_norm, in_step, stage.summed())
         stage.backend.phases.end()
-        if stage.after_step:
-            stage.after_step()
-            stage.backend.step_boundary()
         return norm
 
     def record(self, **metrics: Metric | Ratio | Value) -> None:
@@ -150,34 +144,20 @@ class Update:
 
 
 class StageState:
-    """The content of a stage's checkpoints: the trained parameters of a placed model, its optimiser, its moving average
-    if it has one, and `best`, plain values and host tensors that an evaluation keeps.
+    """The content of a stage's checkpoints: the trained parameters of a placed model, its optimiser, and `best`, plain
+    values and host tensors that an evaluation keeps."""
 
-    parameters: the trained parameters; by default those that require gradients when this object is created.
-    """
-
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, average: nn.Module | None = None,
-        best: dict | None = None, parameters: dict[str, nn.Parameter] | None = None,
-    ):  # fmt: skip
-        self.model, self.optimizer, self.average = model, optimizer, average
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, best: dict | None = None):
+        self.model, self.optimizer = model, optimizer
         self.best = {} if best is None else best
-        self.parameters = trained_parameters(model) if parameters is None else parameters
 
     def state(self) -> tuple[dict, dict]:
         """(trained parameters, the rest) for Session.steps."""
-        average = dict(self.average.named_parameters()) if self.average is not None else {}
-        return self.parameters, {
-            "optimizer": self.optimizer.state_dict(),
-            "average": {name: p for name, p in average.items() if name in self.parameters},
-            "best": self.best,
-        }
+        return trained_parameters(self.model), {"optimizer": self.optimizer.state_dict(), "best": self.best}
 
     def load(self, tensors: dict, trainer: dict) -> None:
         restore(self.model, tensors)
         self.optimizer.load_state_dict(trainer["optimizer"])
-        if self.average is not None:
-            restore(self.average, trainer["average"])
         self.best.update(trainer.get("best", {}))
 
 
@@ -214,27 +194,12 @@ def plain_stage(
     groups = parameter_groups(model, plan.learning_rate, plan.learning_rate)
     optimizer = new_optimizer([group | {"weight_decay": plan.weight_decay} for group in groups], session.backend)
     stream = row_stream(rows, plan, session.backend)
-    return Stage(name, session, plan, optimizer, stream, StageState(model, optimizer, best=best), evaluate)
+    return Stage(name, session, plan, optimizer, stream, StageState(model, optimizer, best), evaluate)
 
 
 def tokens_of(batch: dict[str, Tensor]) -> int | Tensor:
     """The number of tokens in a batch, not counting the padding of packed rows."""
     return (batch["segments"] > 0).sum() if "segments" in batch else batch["tokens"].numel()
-
-
-def ema_copy(student: nn.Module) -> nn.Module:
-    """A copy of a student to hold its moving average; frozen parameters and buffers are shared, not copied."""
-    frozen = [value for value in (*student.parameters(), *student.buffers()) if not value.requires_grad]
-    return copy.deepcopy(student, {id(value): value for value in frozen})
-
-
-@torch.no_grad()
-def update_ema(average: nn.Module, student: nn.Module, decay: float) -> None:
-    """One step of an exponential moving average of the trained parameters: average ← decay·average +
-    (1 − decay)·student."""
-    for p, q in zip(average.parameters(), student.parameters()):
-        if q.requires_grad:
-            p.lerp_(q, 1 - decay)
 
 
 def cosine(step: int, total: int, warmup: int = 0) -> float:

@@ -34,7 +34,7 @@ FEW = ["--sft-batch-size", "2", "--num-generations", "2"]
 STORIES = "--embedding 32 --blocks 1 --reservoirs diagonal:16 --length 16 --batch-size 2 --tokenizer chars"
 ATHENA = "--config tiny --puzzle maze9 --global-batch-size 2 --hidden-size 32 --H-cycles 2 --halt-max-segments 2"
 RUNS = {  # name: script, its options, chips
-    "qat": ("train_qat", ["--model", MODEL, *CACHE, *SIZES, "--layer-steps", "2", "--ema", "0.9"], 1),
+    "qat": ("train_qat", ["--model", MODEL, *CACHE, *SIZES, "--layer-steps", "2"], 1),
     "qat on 4": ("train_qat", ["--model", MODEL, *CACHE, *SIZES, "--mlp", "uniform4/r4", "--attn", "uniform4/r4"], 4),
     "recovery": ("train_recovery_lora", ["--model", MODEL, *CACHE, *SIZES], 1),
     "recovery on 8": ("train_recovery_lora", ["--model", MODEL, *CACHE, *SIZES], 8),

@@ -90,8 +90,8 @@ def qat() -> dict:
 
     def train(backend, session) -> None:
         student, data = make_student(backend), Cached(10)
-        plan = QATPlan(5, 2, 2, 3e-3, 3, 1.0, seed=0, scale_learning_rate=1e-3, ema=0.5)
-        train_qat(student, data, plan, session, lambda step, model: heldout_figures(model, data, backend, 2, 5))
+        plan = QATPlan(5, 2, 2, 3e-3, 3, 1.0, seed=0, scale_learning_rate=1e-3)
+        train_qat(student, data, plan, session, lambda step: heldout_figures(student, data, backend, 2, 5))
 
     return on_both("qat", train, Every(log=1, evaluate=3, save=2))
 
@@ -175,7 +175,7 @@ def compensation() -> dict:
         block = decoder_layers(student)[0]
         codes["plain"] = encoded(block)
         hidden, calls = first_inputs(student, [{"tokens": Cached(4).tokens}], backend)
-        compensate_block(block, hidden, calls.block(0), backend)
+        compensate_block(block, hidden, calls[0], backend)
         codes[backend.kind] = encoded(block)
     share = {name: (codes[name] != codes["cpu"]).float().mean().item() for name in ("xla", "plain")}
     return share | {"fallbacks": XLA.counters()["fallbacks"]}

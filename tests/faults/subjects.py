@@ -75,7 +75,7 @@ SUBJECTS = (
         ("model", "text.txt", "cache.yaml"), late="shard-00012.safetensors"),
     Subject("QAT", "train_qat",
         f"--model model --cache-dir cache --config qat.yaml --output-dir {RUN} --resume auto --layer-steps 2 "
-        f"--layer-rows 8 --max-steps 16 --ema 0.9 {QAT}",
+        f"--layer-rows 8 --max-steps 16 {QAT}",
         ("model", "cache", "qat.yaml"), late="checkpoints/step_18"),
     Subject("recovery, KD", "train_recovery_lora", f"{RECOVERY} --kd-cache-dir cache",
         ("model", "cache", "student.pt", "recovery.yaml"), late="checkpoints/step_12"),

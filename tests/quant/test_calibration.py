@@ -51,10 +51,10 @@ def test_a_block_is_compensated_on_the_outputs_of_quantised_blocks(new_student, 
     inputs, calls = first_inputs(student, calibration, backend)
     for name, block in (("quantised", first), ("full", decoder_layers(new_student())[0])):
         with contextlib.nullcontext() if name == "quantised" else full_precision(block):
-            reached = block_outputs(block, inputs, calls.block(0), backend)
+            reached = block_outputs(block, inputs, calls[0], backend)
         by_hand[name] = decoder_layers(new_student())[1]
         initialise(by_hand[name], search=False)
-        compensate_block(by_hand[name], reached, calls.block(1), backend)
+        compensate_block(by_hand[name], reached, calls[1], backend)
     down = {name: block.mlp.down_proj.weight for name, block in by_hand.items()}
     assert torch.equal(second.mlp.down_proj.weight, down["quantised"])
     assert not torch.equal(second.mlp.down_proj.weight, down["full"])

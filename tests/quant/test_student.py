@@ -14,7 +14,15 @@ from qat_lora.errors import UserError
 from qat_lora.models.loading import empty_model, load_model
 from qat_lora.quant.codes import pack_codes, unpack_codes
 from qat_lora.quant.linear import Quantizer, QuantLinear, effective_weight, freeze, quantized_layers
-from qat_lora.quant.student import StudentSpec, bits_per_weight, load_student, megabytes, quantize, save_student
+from qat_lora.quant.student import (
+    StudentSpec,
+    bits_per_weight,
+    load_student,
+    megabytes,
+    plain_model,
+    quantize,
+    save_student,
+)
 
 SPEC = StudentSpec(mlp="balanced2/g32", attn="lut4/r4")
 TIED = StudentSpec(mlp="int3/tensor", attn="none", head="balanced4/g32")
@@ -240,3 +248,16 @@ def test_single_layers_get_quantisers_of_their_own(saved, tiny_model_dir):
 def test_layers_that_no_model_could_have_are_refused(tiny_model_dir, layers, part):
     with pytest.raises(UserError, match=re.escape(part)):
         quantize(empty_model(str(tiny_model_dir)), StudentSpec("int2/g64", "int2/g64", layers=layers))
+
+
+def test_a_four_bit_student_becomes_a_two_bit_one(trained):
+    """The new student's latent weights are the old one's quantised weights, and its norms are copied too."""
+    fine = trained(StudentSpec("balanced4/g32", "balanced4/g32"))
+    freeze(fine)
+    shown = {name: p.detach().clone() for name, p in fine.named_parameters()}
+    coarse = quantize(plain_model(fine), StudentSpec("int2/g32", "lut2/r4"))
+    for name, p in coarse.named_parameters():
+        if ".quantizer." not in name:
+            assert torch.equal(p, shown[name]), name
+    assert coarse.model.layers[0].mlp.up_proj.quantizer.spec.bits == 2
+    assert coarse.model.layers[0].mlp.up_proj.weight.requires_grad

@@ -31,7 +31,7 @@ def test_missing_and_misspelt_options_are_named(refuse, script, flags, part):
     [
         ("--mlp balanced9/g32", "balanced9/g32"), ("--attn lut4/r4096", "rank 4096"), ("--mlp int4/g48", "48"),
         ("--mlp none --attn none", "nothing would be quantised"), ("--init best", "rtn, mse, gptq"),
-        ("--scope head", "all, mlp, attn, weights"), ("--ema 1", "--ema 1.0"), ("--device gpu", "cuda"),
+        ("--device gpu", "cuda"),
         ("--accumulation-steps 1000000000", "--accumulation-steps 1000000000 must be from 1 to 10,000"),
         ("--learning-rate 1e30", "--learning-rate 1e+30 must be above 0 and at most 1,000"),
         ("--eval-rows 0", "--eval-rows 0 must be at least 1"),

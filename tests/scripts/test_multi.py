@@ -51,7 +51,7 @@ def qat(sharp_model_dir, sharp_cache):
 
 # -- the same run ----------------------------------------------------------------------------------------------------
 def test_qat_with_two_workers_equals_one_worker(run, forks, qat, tmp_path):
-    flags = [*qat, *QAT, "--layer-steps", 2, "--layer-rows", 8, "--ema", 0.5]
+    flags = [*qat, *QAT, "--layer-steps", 2, "--layer-rows", 8]
     run("train_qat", *flags, "--batch-size", 4, "--output-dir", tmp_path / "one")
     first, second = forks.pair("train_v2_tpu_multi", *flags, *TWO, "--output-dir", tmp_path / "two")
     assert_same_run(tmp_path / "one", tmp_path / "two", relative=CLOSE, weight=1e-6)

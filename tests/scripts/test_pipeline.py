@@ -21,7 +21,7 @@ LAYER_STEPS, BLOCKS, STEPS = 3, 2, 10
 SHORT = "--warmup-steps 2 --seed 1 --mlp lut2/r4 --learning-rate 3e-3 --scale-learning-rate 1e-3 --eval-rows 16"
 SHORT = [*SHORT.split(), *TINY]
 QAT = f"--layer-steps {LAYER_STEPS} --layer-rows 8 --max-steps {STEPS} --layer-learning-rate 2e-3 --clip-grad-norm 0"
-QAT = [*f"{QAT} --init gptq --ema 0.5 --log-every 3 --save-every 4 --eval-every 5".split(), *SHORT]
+QAT = [*f"{QAT} --init gptq --log-every 3 --save-every 4 --eval-every 5".split(), *SHORT]
 RECOVERY = "--max-steps 8 --warmup-steps 2 --learning-rate 2e-2 --log-every 3 --save-every 3 --eval-every 4"
 RECOVERY = [*RECOVERY.split(), *["--eval-rows", "8", "--recovery-r", "2"], *TINY]
 RECORD = "run.session.Session.record"  # called right after an update
@@ -177,7 +177,7 @@ def test_a_killed_cache_build_resumes_to_the_same_bytes(forks, pipeline, sharp_m
 @pytest.mark.xla
 def test_train_qat_on_xla_compiles_nothing_after_its_first_step(pipeline, sharp_model_dir, tmp_path):
     run, cache = tmp_path / "run", ["--model", sharp_model_dir, "--cache-dir", pipeline / "cache"]
-    flags = "--init rtn --ema 0.5 --max-steps 4 --eval-every 2 --log-every 1 --device xla --accumulation-steps 2"
+    flags = "--init rtn --max-steps 4 --eval-every 2 --log-every 1 --device xla --accumulation-steps 2"
     script = [sys.executable, ROOT / "scripts" / "train_qat.py", *cache, "--output-dir", run]
     env = os.environ | {"PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK}
     done = subprocess.run([*map(str, script), *SHORT, *flags.split()], env=env, capture_output=True, text=True)

@@ -34,7 +34,7 @@ def train(new_student, data, backend, tmp_path_factory):
     def run(plan, backend=backend):
         student = new_student()
         session = Session(Run(tmp_path_factory.mktemp("run"), resumed=False), backend, Every(log=1))
-        train_qat(student, data[0], plan, session, lambda step, model: {})
+        train_qat(student, data[0], plan, session, lambda step: {})
         return student, [line for line in session.run.metrics() if "loss" in line]
 
     return run
@@ -185,7 +185,7 @@ def test_restore_is_strict(new_student):
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"steps": -1}, "steps -1 must be from 0"), ({"batch_size": 0}, "batch_size 0"), ({"ema": 1.5}, "ema 1.5"),
+        ({"steps": -1}, "steps -1 must be from 0"), ({"batch_size": 0}, "batch_size 0"), 
         ({"learning_rate": math.nan}, "learning_rate nan"), ({"scale_learning_rate": 0.0}, "scale_learning_rate 0.0"),
     ],
 )  # fmt: skip

@@ -26,7 +26,7 @@ from qat_lora.kernels.optimizer import new_optimizer
 from qat_lora.run.console import say
 from qat_lora.run.metrics import Ratio
 from qat_lora.run.session import Session
-from qat_lora.train.loop import Plan, Stage, StageState, update_ema
+from qat_lora.train.loop import Plan, Stage, StageState, restore, trained_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ class Trainer(StageState):
         optimizer = new_optimizer([{"params": list(model.parameters()), **rate}], backend)
         self.shown = copy.deepcopy(model) if plan.ema else model
         self.shown.identity = model.identity  # shared, since SignSGD updates only a batch's puzzles
-        super().__init__(model, optimizer, self.shown if plan.ema else None)
+        super().__init__(model, optimizer)
         self.plan, self.backend, self.carry = plan, backend, fresh(model, plan.share(backend.world_size))
         backend.step_boundary()
 
@@ -177,16 +177,26 @@ class Trainer(StageState):
         carries = self.backend.group.gather(self.backend.to_host(vars(self.carry)))
         carry = {name: torch.cat([each[name] for each in carries]) for name in carries[0]}
         parameters, rest = super().state()
-        return parameters, rest | {"identity": self.model.identity, "carry": carry}
+        rest |= {"identity": self.model.identity, "carry": carry}
+        return parameters, rest | ({"average": trained_parameters(self.shown)} if self.plan.ema else {})
 
     def load(self, tensors: dict, trainer: dict) -> None:
         super().load(tensors, trainer)
+        if self.plan.ema:
+            restore(self.shown, trainer["average"])
         with torch.no_grad():
             self.model.identity.copy_(trainer["identity"])
         share = self.plan.share(self.backend.world_size)
         mine = slice(self.backend.rank * share, (self.backend.rank + 1) * share)
         self.carry = Carry(**self.backend.to_device({name: rows[mine] for name, rows in trainer["carry"].items()}))
         self.backend.step_boundary()
+
+
+@torch.no_grad()
+def update_ema(average: RecursiveModel, model: RecursiveModel, decay: float) -> None:
+    """One step of an exponential moving average of the parameters: average ← decay·average + (1 − decay)·model."""
+    for p, q in zip(average.parameters(), model.parameters()):
+        p.lerp_(q, 1 - decay)
 
 
 def athena_stage(
