@@ -14,9 +14,10 @@ the exact KL(teacher‖student) are measured on the rest and on --other-dataset,
   torchao-text    the same from the text alone, with cross-entropy, as torchao documents it
   autoround       AutoRound's recipes, 200 or 50 updates a block, also with its extension: autoround, autoround-light,
                   autoround-ext, autoround-light-ext
-  ours            GPTQ and layer-wise, end to end, recovery LoRA: one row per stage
+  ours            GPTQ and layer-wise, end to end: one row per stage
   llama.cpp       its own quantiser on the same grid, with and without an importance matrix of the calibration rows
-  ranks           adapters on `ours` before its LoRA: ranks 4 to 32 with about equally many values, on different layers
+  ranks           recovery LoRA on `ours`, an eighth more tokens: ranks 4 to 32 with about equally many values, on
+                  different layers
 
 All methods that train see the same number of tokens of the same rows. Those run by train_qat.py use its optimiser, the
 others plain AdamW. Adapters (rank 4 except in `ranks`) count at 16 bits per value.
@@ -296,13 +297,11 @@ def autoround(bench: Bench) -> list[dict]:
 
 def ours(bench: Bench) -> list[dict]:
     layers = bench.steps // STAGES
-    run, summary = bench.qat(init="gptq", layer_steps=layers, max_steps=bench.steps - layers - bench.adapter_steps)
-    rows = [
+    run, summary = bench.qat(init="gptq", layer_steps=layers, max_steps=bench.steps - layers)
+    return [
         bench.measure(bench.student(run / file), stage, summary["peak_memory_mb"], bench.clock.cost(run / ended))
         for stage, file, ended in STAGE_FILES
     ]
-    model, summary = bench.adapter(run / "best.pt", bench.folder / "recovery", RANK, PROJECTIONS)
-    return [*rows, bench.measure(model, "adapter", summary["peak_memory_mb"])]
 
 
 def ranks(bench: Bench) -> list[dict]:

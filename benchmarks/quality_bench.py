@@ -91,7 +91,6 @@ class Bench:
         self.seed, self.out = int(seed), out
         self.spec, self.bits = StudentSpec(self.grid, self.grid), QuantSpec.parse(self.grid).bits
         self.steps = cfg.steps if self.bits == 2 else cfg.steps_4bit
-        self.adapter_steps = self.steps // 8
         self.train, self.heldout = (KDCacheDataset(out / "cache", split) for split in ("train", "heldout"))
         self.folder = out / "cells" / cfg.cell.replace("/", "-").replace(",", "_")
         self.clock = Clock(whole=not self.folder.exists())
@@ -160,7 +159,7 @@ class Bench:
         """Train a recovery LoRA on an eighth of the tokens; return the student with it, and the summary of the run."""
         summary = self.script(
             "train_recovery_lora", run, checkpoint=student, cache_dir=self.out / "cache", lora_r=rank,
-            targets=",".join(targets), max_steps=self.adapter_steps, eval_every=max(1, self.adapter_steps // 4),
+            targets=",".join(targets), max_steps=self.steps // 8, eval_every=max(1, self.steps // 32),
             learning_rate=ADAPTER_RATE[self.bits],
             seed=self.seed + 1000,  # another order: on the rows that QAT has just seen, an adapter gains nothing
             **flags,
