@@ -151,7 +151,7 @@ class Bench:
 
     def qat(self, **flags) -> tuple[Path, dict]:
         run = self.folder / "qat"
-        flags = {"layer_rows": self.cfg.calibration_rows, "max_steps": 0, "eval_every": self.steps // 4} | flags
+        flags = {"layer_rows": self.cfg.calibration_rows, "max_steps": 0, "eval_every": self.steps // 2} | flags
         flags = {"model": self.cfg.model, "cache_dir": self.out / "cache", "mlp": self.grid, "attn": self.grid} | flags
         return run, self.script("train_qat", run, **flags)
 

@@ -2,17 +2,15 @@
 
 import hashlib
 import re
-from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from qat_lora.data.batches import SameRows, epoch_order
 from qat_lora.data.packing import tokenizer_fingerprint
-from qat_lora.errors import UserError, one_line
+from qat_lora.errors import UserError
 from qat_lora.kd import DRAWS
 from qat_lora.kd.cache import PREFIX, CacheSpec, read_manifest, read_shard
 from qat_lora.models.loading import EMBEDDED, load_config
@@ -29,14 +27,11 @@ class KDCacheDataset(Dataset):
     targets is masked.
 
     split: "train" or "heldout". preload: read every shard now; otherwise each is read, and its checksum verified, on
-    first use. Shards (except v1) are memory-mapped, so that the workers of a host share one copy.
+    first use. Shards are memory-mapped, so that the workers of a host share one copy.
     rank, world_size: for custom loops. Worker k gets files k, k+W, … if that drops fewer than W rows, otherwise
     examples k, k+W, …; every worker has the same number of items. The project's own training drops none: every worker
     opens the whole cache, and data.batches distributes the rows of each update.
     seed: put the items in a fixed random order, for a loader that does not shuffle; None keeps the order of the text.
-    The original project's v1 shards can be read too. They have no tail, so the target is the renormalised top K, which
-    is biased towards probable tokens; the last position has no target, the last tenth of the rows is the held-out
-    split, and the tokenizer is not recorded.
     Raises UserError for a cache that is missing, unfinished, damaged or made with another tokenizer (`tokenizer`: its
     data.packing.tokenizer_fingerprint; None skips the check).
     """
@@ -52,14 +47,9 @@ class KDCacheDataset(Dataset):
         tokenizer: str | None = None,
         vocab: int | None = None,
     ):
-        self.directory, self.split, self.vocab = Path(cache_dir), split, vocab
-        if (self.directory / "meta.json").exists():
-            self.spec, self.shards = None, _v1_shards(self.directory)
-        else:
-            self.spec, self.shards = _manifest(self.directory, tokenizer)
-            self.shards = [(n, s) for n, s in self.shards.items() if n.startswith(PREFIX[split])]
-        if not self.shards and self.spec is None:
-            raise UserError(f"cache {self.directory} has a meta.json but no shards; build it again")
+        self.directory, self.vocab = Path(cache_dir), vocab
+        self.spec, shards = _manifest(self.directory, tokenizer)
+        self.shards = {name: entry for name, entry in shards.items() if name.startswith(PREFIX[split])}
         if not self.shards:
             raise UserError(f"cache {self.directory} has no {split} rows; build it with a larger --heldout-fraction")
         self.loaded: dict[str, dict[str, Tensor]] = {}
@@ -71,13 +61,8 @@ class KDCacheDataset(Dataset):
                 self._shard(name)
 
     def _own_items(self, rank: int, world_size: int) -> list[tuple[str, int]]:
-        files = [[(name, row) for row in range(entry["rows"])] for name, entry in self.shards]
+        files = [[(name, row) for row in range(entry["rows"])] for name, entry in self.shards.items()]
         every = [item for file in files for item in file]
-        if self.spec is None:  # v1 has no held-out shards: the last tenth of its rows is held out
-            cut = len(every) - max(1, len(every) // 10)
-            every = every[:cut] if self.split == "train" else every[cut:]
-            kept = set(every)
-            files = [[item for item in file if item in kept] for file in files]
         shares = [[item for file in files[worker::world_size] for item in file] for worker in range(world_size)]
         if len(every) - min(map(len, shares)) * world_size >= world_size:  # splitting by example drops fewer
             shares = [every[worker::world_size] for worker in range(world_size)]
@@ -85,29 +70,28 @@ class KDCacheDataset(Dataset):
 
     def _shard(self, name: str) -> dict[str, Tensor]:
         if name not in self.loaded:
-            entry = dict(self.shards)[name]
-            self.loaded[name] = entry["read"]() if "read" in entry else read_shard(self.directory, name, entry)
+            self.loaded[name] = read_shard(self.directory, name, self.shards[name])
         return self.loaded[name]
 
     @property
     def length(self) -> int:
         """Tokens in a row."""
-        return self.spec.length if self.spec else len(self[0]["tokens"])
+        return self.spec.length
 
     @property
     def fingerprint(self) -> str:
         """Fingerprint of the cache's text and targets, for a run's manifest."""
-        sums = [entry.get("sha256", name) for name, entry in self.shards]
-        return hashlib.sha256("".join(sums).encode()).hexdigest()[:16]
+        sums = "".join(entry["sha256"] for entry in self.shards.values())
+        return hashlib.sha256(sums.encode()).hexdigest()[:16]
 
     @property
     def _clips(self) -> bool:
-        """Whether targets may lie beyond the student's embedding; v1 does not record the teacher's vocabulary size."""
-        return self.vocab is not None and (self.spec is None or self.spec.vocab > self.vocab)
+        """Whether targets may lie beyond the student's embedding."""
+        return self.vocab is not None and self.spec.vocab > self.vocab
 
     def kept(self, i: int) -> int:
         """The number of positions of item i that have a target."""
-        every = self.spec is not None and self.spec.bos < 0 and not self._clips
+        every = self.spec.bos < 0 and not self._clips
         return self.spec.length if every else int(self[i]["mask"].sum())
 
     def __len__(self):
@@ -116,8 +100,6 @@ class KDCacheDataset(Dataset):
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         name, row = self.items[i]
         item = {key: value[row] for key, value in self._shard(name).items()}
-        if self.spec is None:
-            return clipped(item, item["index"].shape[1], self.vocab) if self._clips else item
         tokens, prob, tail = item["tokens"].long(), item["prob"].float(), item["tail"].long()
         rest = (1 - prob.sum(1, keepdim=True)).clamp(min=0) / tail.shape[1]
         targets = {
@@ -224,31 +206,3 @@ def _manifest(directory: Path, tokenizer: str | None) -> tuple[CacheSpec, dict]:
             "finish it with scripts/build_kd_cache.py --resume auto"
         )
     return spec, shards
-
-
-def _v1_shards(directory: Path) -> list[tuple[str, dict]]:
-    """The original project's files: meta.json and shard_NNNNN.pt, each read in full to count its rows."""
-    return [
-        (path.name, {"rows": len(_read_v1(path)["tokens"]), "read": partial(_read_v1, path)})
-        for path in sorted(directory.glob("shard_*.pt"))
-    ]
-
-
-def _read_v1(path: Path) -> dict[str, Tensor]:
-    try:
-        raw = torch.load(path, weights_only=True, map_location="cpu")
-        tokens, attended = raw["input_ids"].long(), raw["attention_mask"].to(torch.uint8)
-        index, prob = raw["topk_idx"].long(), raw["topk_logits"].float().softmax(-1)
-    except Exception as error:
-        raise UserError(
-            f"cache shard {path} is damaged or not a v1 shard ({one_line(error)}); copy it again"
-        ) from error
-    pad = (0, 0, 0, 1)  # v1 has L−1 targets: the last position gets an empty one
-    prob = F.pad(prob, pad)
-    return {
-        "tokens": tokens,
-        "index": F.pad(index, pad),
-        "prob": prob,
-        "mask": F.pad(attended[:, 1:], (0, 1)),
-        "entropy": -(prob * prob.clamp(min=1e-30).log()).sum(-1),
-    }

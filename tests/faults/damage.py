@@ -176,15 +176,6 @@ def hostile_adapter(folder: Path, data: bytes) -> None:
     (adapter / "adapter_model.bin").write_bytes(data)
 
 
-def hostile_cache(folder: Path, data: bytes) -> None:
-    """Replace the cache with one in the original project's layout."""
-    cache = folder / "cache"
-    shutil.rmtree(cache)
-    cache.mkdir()
-    (cache / "meta.json").write_text("{}")
-    (cache / "shard_00000.pt").write_bytes(data)
-
-
 def hostile_array(folder: Path, data: bytes) -> None:
     """Replace an array with one of objects, which numpy stores as a pickle."""
     with open(folder / "puzzles" / "train" / "all__inputs.npy", "wb") as file:
@@ -202,7 +193,6 @@ PICKLES = {
     "base.pt": (partial(replace, name="law4/base.pt"), ("legal assistant, int4",)),
     "adapter_model.bin": (hostile_adapter, ("export, merged", "completions")),
     "pytorch_model.bin": (hostile_weights, ("teacher cache", "QAT", "legal SFT", "GRPO", "completions")),
-    "shard_00000.pt": (hostile_cache, ("QAT", "recovery, KD", "report")),
     "all__inputs.npy": (hostile_array, ("puzzles",)),
 }
 

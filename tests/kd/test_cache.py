@@ -13,7 +13,6 @@ from qat_lora.data.packing import Rows, tokenizer_fingerprint
 from qat_lora.errors import UserError
 from qat_lora.kd.cache import CacheSpec, open_cache, write_cache
 from qat_lora.kd.dataset import KDCacheDataset
-from qat_lora.kd.training import kd_loss
 from qat_lora.models.loading import load_model
 from qat_lora.run.files import read_json, write_json
 
@@ -27,8 +26,6 @@ ROWS = {
     name: Rows(part, torch.ones(len(part), LENGTH, dtype=torch.uint8))
     for name, part in (("train", TOKENS[:11]), ("heldout", TOKENS[11:]))
 }
-V1_IDS = torch.arange(1, 37, dtype=torch.int32).view(6, 6)  # 6 rows of 6 tokens
-V1_LENGTHS = (6, 4, 6, 2, 5, 6)
 BY_FILE = {(1, 2), (1, 4), (1, 11), (2, 2), (3, 2), (3, 4), (4, 2), (5, 2)}  # (workers, rows a file)
 
 
@@ -67,20 +64,6 @@ def probs(teacher):
 def cache(whole, tmp_path):
     """A copy of it that tests may damage."""
     return shutil.copytree(whole, tmp_path / "cache")
-
-
-@pytest.fixture
-def v1(tmp_path):
-    """Two shards of the original project: 6 rows of 6 tokens, some of which end in padding."""
-    random = torch.Generator().manual_seed(2)
-    (tmp_path / "meta.json").write_text('{"model": "m"}')
-    for number, rows in enumerate((range(4), range(4, 6))):
-        attention = torch.stack([torch.arange(6) < V1_LENGTHS[row] for row in rows]).to(torch.uint8)
-        index = torch.randint(0, 512, (len(rows), 5, 3), generator=random, dtype=torch.int32)
-        logits = torch.randn(len(rows), 5, 3, generator=random).half()
-        shard = {"input_ids": V1_IDS[rows.start : rows.stop], "attention_mask": attention}
-        torch.save(shard | {"topk_idx": index, "topk_logits": logits}, tmp_path / f"shard_{number:05d}.pt")
-    return tmp_path
 
 
 def bytes_of(folder) -> dict:
@@ -251,40 +234,3 @@ def test_a_seed_permutes_the_rows(whole):
     plain, first, again, second = (tokens_of(KDCacheDataset(whole, seed=seed)) for seed in (None, 1, 1, 2))
     assert first == again and len({tuple(order) for order in (plain, first, second)}) == 3
     assert sorted(plain) == sorted(first) == sorted(second)
-
-
-# -- the original project's shards ------------------------------------------------------------------------------------
-def test_v1_shards_are_read(v1):
-    dataset = KDCacheDataset(v1)
-    raw = torch.load(v1 / "shard_00001.pt", weights_only=True)
-    assert dataset.length == 6
-    item = dataset[4]
-    assert torch.equal(item["tokens"], raw["input_ids"][0].long())
-    assert torch.equal(item["index"][:5], raw["topk_idx"][0].long())
-    torch.testing.assert_close(item["prob"][:5], raw["topk_logits"][0].float().softmax(-1))
-    torch.testing.assert_close(item["entropy"][:5], torch.distributions.Categorical(item["prob"][:5]).entropy())
-
-
-def test_v1_padding_and_last_positions_have_no_target(v1, teacher):
-    """The original's distillation loss had no mask, so it learned padding as text."""
-    items = [item for split in ("train", "heldout") for item in KDCacheDataset(v1, split)]
-    assert [item["mask"].tolist() for item in items] == [[1] * (n - 1) + [0] * (7 - n) for n in V1_LENGTHS]
-    batch = {key: torch.stack([item[key] for item in items]) for key in items[0]}
-    changed = {key: value.clone() for key, value in batch.items()}
-    changed["prob"][batch["mask"] == 0] = 1.0
-    changed["index"][batch["mask"] == 0] = 99
-    assert torch.equal(kd_loss(teacher, batch), kd_loss(teacher, changed))
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_v1_rows_are_never_both_training_and_held_out(v1, workers):
-    """The original evaluated on its training shards. Its format has no others, so a tenth of the rows is held out."""
-    train = [row for at in range(workers) for row in tokens_of(KDCacheDataset(v1, rank=at, world_size=workers))]
-    rows = [tuple(row) for row in V1_IDS.tolist()]
-    assert tokens_of(KDCacheDataset(v1, "heldout")) == rows[5:]
-    assert set(train) <= set(rows[:5]) and len(train) == len(set(train)) >= 4
-
-
-def test_a_damaged_v1_shard_is_named(v1):
-    (v1 / "shard_00001.pt").write_bytes((v1 / "shard_00001.pt").read_bytes()[:300])
-    assert "shard_00001.pt is damaged" in refused(v1)

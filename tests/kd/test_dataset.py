@@ -151,13 +151,3 @@ def test_a_smaller_student_learns_from_a_larger_teacher(sharp_cache, sharp_model
     batch = {key: torch.stack([item[key] for item in items]) for key in items[0]}
     batch["tokens"] = batch["tokens"].clamp(max=499)
     assert kd_loss(student, batch).isfinite()
-
-
-def test_v1_targets_beyond_the_embedding_are_dropped_too(tmp_path):
-    torch.save({"input_ids": torch.arange(12).view(2, 6), "attention_mask": torch.ones(2, 6),
-                "topk_idx": torch.tensor([5, 30]).expand(2, 5, 2), "topk_logits": torch.zeros(2, 5, 2)},
-               tmp_path / "shard_00000.pt")  # fmt: skip
-    (tmp_path / "meta.json").write_text("{}")
-    item = KDCacheDataset(tmp_path, vocab=20)[0]
-    assert item["index"].max() == 5 and item["prob"][:5].sum(1).tolist() == [1] * 5
-    assert torch.allclose(item["entropy"][:5], torch.zeros(5), atol=1e-6)

@@ -128,7 +128,7 @@ def test_kd_loss_on_the_whole_vocabulary(student, teacher, exact, tokens):
 # -- held-out figures -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("rows, batch_size, used", [(6, 1, 6), (100, 4, 6), (5, 2, 5), (3, 3, 3), (100, 7, 6)])
 def test_heldout_figures_equal_a_dense_reference(student, teacher, backend, exact, tokens, rows, batch_size, used):
-    """Also if rows end in padding, as in v1 caches: a mean of batch means would give short rows more weight."""
+    """Also if rows end in padding: a mean of batch means would give short rows more weight."""
     nll, kl = (values[:used] for values in reference(student, teacher, tokens))
     figures = heldout_figures(student, exact(), backend, batch_size, rows)
     assert figures["heldout_rows"] == used
