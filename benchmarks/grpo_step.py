@@ -34,7 +34,6 @@ from qat_lora.kernels.optimizer import new_optimizer
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import EMBEDDED, load_model, load_tokenizer
 from qat_lora.models.writing import write_model
-from qat_lora.quant.linear import parameter_groups
 from qat_lora.quant.student import freeze_plain_tables
 from qat_lora.rl.grpo import GRPOPlan, PromptDataset, policy_loss, roll_out, without_dropout
 from qat_lora.rl.objective import Objective
@@ -98,7 +97,7 @@ class Ours:
         )  # fmt: skip
         self.backend, self.model = backend, backend.place(norms_in_one_step(freeze_plain_tables(model)))
         self.reference = backend.place(load_model(cfg.model).requires_grad_(False)) if cfg.beta else None
-        self.optimizer = new_optimizer(parameter_groups(model, RATE, RATE), backend)
+        self.optimizer = new_optimizer(model, RATE, backend)
         self.stream = batches(prompts, cfg.batch_size, 1, cfg.seed)
         self.judge = lambda number, ids, ended: (worth(sampler.decode(ids)), {})
 

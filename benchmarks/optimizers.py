@@ -30,7 +30,6 @@ from qat_lora.kd.training import heldout_figures, kd_loss
 from qat_lora.kernels.optimizer import new_optimizer
 from qat_lora.models.loading import EMBEDDED, load_config, load_model
 from qat_lora.quant.init import initialise
-from qat_lora.quant.linear import parameter_groups
 from qat_lora.quant.student import StudentSpec, quantize
 from qat_lora.run.command_line import run_script
 from qat_lora.run.options import ScriptConfig, option
@@ -112,11 +111,11 @@ def trained(cfg: Config, backend: TorchBackend, side: str, seed: int, train, cou
     model = quantize(load_model(cfg.model), StudentSpec(cfg.quantizer, cfg.quantizer))
     initialise(model)
     model = backend.place(model).train()
-    groups = parameter_groups(model, cfg.learning_rate, cfg.learning_rate)
     if side == "cautious":
-        optimizer = new_optimizer(groups, backend)
+        optimizer = new_optimizer(model, cfg.learning_rate, backend)
     else:
-        optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, cfg.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     plan = Plan(
         steps=count, batch_size=cfg.batch_size, accumulation=1, learning_rate=cfg.learning_rate,
         warmup_steps=10, clip_grad_norm=1.0, seed=seed,

@@ -55,7 +55,7 @@ from qat_lora.models.architecture import hidden_states
 from qat_lora.models.loading import EMBEDDED, empty_model, load_config, load_model
 from qat_lora.models.packaged import CHOICES, notes
 from qat_lora.quant.init import initialise, input_moments
-from qat_lora.quant.linear import freeze, full_precision, parameter_groups, quantized_layers
+from qat_lora.quant.linear import freeze, full_precision, quantized_layers
 from qat_lora.quant.spec import NAMES, QuantSpec
 from qat_lora.quant.student import StudentSpec, freeze_plain_tables, quantize
 from qat_lora.run.command_line import run_script
@@ -254,8 +254,7 @@ def loftq(bench: Bench) -> list[dict]:
         layer.lora_A["default"].weight.data.copy_(a)
         layer.lora_B["default"].weight.data.copy_(b)
     bench.backend.place(model)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    bench.fit(model, kd_loss, [{"params": trained, "lr": ADAPTER_RATE[bench.bits]}])
+    bench.fit(model, kd_loss, ADAPTER_RATE[bench.bits])
     return [bench.measure(model, "adapter", bench.backend.peak_memory_mb())]
 
 
@@ -272,7 +271,7 @@ def torchao(bench: Bench) -> list[dict]:
     quantize_(model, layers, filter_fn=lambda m, name: isinstance(m, nn.Linear) and "lm_head" not in name)
     bench.backend.place(freeze_plain_tables(model))
     loss_of = text_loss if bench.method == "torchao-text" else kd_loss
-    bench.fit(model, loss_of, parameter_groups(model, rate, rate))
+    bench.fit(model, loss_of, rate)
     return [bench.measure(model, "qat", bench.backend.peak_memory_mb())]
 
 

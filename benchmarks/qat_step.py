@@ -47,7 +47,7 @@ from qat_lora.kernels.optimizer import new_optimizer
 from qat_lora.lora.add import add_adapter
 from qat_lora.models.loading import EMBEDDED, load_config, load_model
 from qat_lora.quant.init import initialise
-from qat_lora.quant.linear import freeze, parameter_groups
+from qat_lora.quant.linear import freeze
 from qat_lora.quant.student import StudentSpec, freeze_plain_tables, quantize
 from qat_lora.run.command_line import run_script
 from qat_lora.run.options import ScriptConfig, option
@@ -168,7 +168,7 @@ class Bench:
         return KDCacheDataset(folder)
 
     def stepper(self, model, loss_of, dataset, learning_rate=1e-5):
-        optimizer = new_optimizer(parameter_groups(model, learning_rate, learning_rate), self.backend)
+        optimizer = new_optimizer(model, learning_rate, self.backend)
         stream = self.backend.prefetch(batches(dataset, self.cfg.batch_size, 1, self.cfg.seed))
         return lambda: update(model, stream, loss_of, optimizer, self.plan, self.backend)["loss"].item()
 
@@ -236,8 +236,8 @@ class Bench:
             random = torch.Generator(self.backend.device).manual_seed(self.cfg.seed)
             for p in (p for p in student.parameters() if p.requires_grad):
                 p.grad = torch.randn(p.shape, generator=random, device=p.device).mul_(1e-3)
-        ours, theirs = (parameter_groups(student, 1e-5, 1e-5) for student in students)
-        return new_optimizer(ours, self.backend).step, torch.optim.AdamW(theirs, fused=True).step
+        theirs = [p for p in students[1].parameters() if p.requires_grad]
+        return new_optimizer(students[0], 1e-5, self.backend).step, torch.optim.AdamW(theirs, 1e-5, fused=True).step
 
     def online(self):
         model = self.student()

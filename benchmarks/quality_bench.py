@@ -166,15 +166,15 @@ class Bench:
         )  # fmt: skip
         return load_adapter(self.student(student), run / "adapter", student), summary
 
-    def fit(self, model: nn.Module, loss_of, groups: list[dict]) -> None:
-        """Train a baseline's placed model, or resume it, and load its best held-out state. groups: the optimiser's."""
-        optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    def fit(self, model: nn.Module, loss_of, learning_rate: float) -> None:
+        """Train a baseline's placed model, or resume it, and load its best held-out state."""
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        optimizer = torch.optim.AdamW(trained.values(), learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
         run = Run(self.folder / "fit", resumed=(self.folder / "fit").exists())
         run.path.mkdir(exist_ok=True)
         session = Session(run, self.backend, Every(log=10, evaluate=self.steps // 4, save=50))
         best, kept = session.best("heldout_kl"), run.path / "best.pt"
-        plan = Plan(self.steps, BATCH, 1, groups[0]["lr"], 10, 1.0, self.seed)
+        plan = Plan(self.steps, BATCH, 1, learning_rate, 10, 1.0, self.seed)
 
         def evaluate(step: int) -> dict:
             figures = heldout_figures(model, self.heldout, self.backend, BATCH, len(self.heldout))

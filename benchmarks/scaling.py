@@ -29,7 +29,7 @@ from qat_lora.kernels.optimizer import new_optimizer
 from qat_lora.lora.add import add_adapter
 from qat_lora.models.loading import EMBEDDED, empty_model, load_config, load_model
 from qat_lora.quant.init import initialise
-from qat_lora.quant.linear import freeze, parameter_groups
+from qat_lora.quant.linear import freeze
 from qat_lora.quant.student import StudentSpec, quantize
 from qat_lora.run.command_line import run_script
 from qat_lora.run.metrics import Last, Share, Total
@@ -115,7 +115,7 @@ def compare(backend: TorchBackend, cfg: Config, model, accumulation: int, folder
         steps=cfg.steps + 2, batch_size=cfg.batch_size, accumulation=accumulation, learning_rate=1e-6, warmup_steps=0,
         clip_grad_norm=1.0, seed=cfg.seed,
     )  # fmt: skip
-    optimizer = new_optimizer(parameter_groups(model, 1e-6, 1e-6), backend)
+    optimizer = new_optimizer(model, 1e-6, backend)
     batch = rows(cfg, load_config(cfg.model).vocab_size, backend.device)
     stream = iter(lambda: batch, None)
     alone = TorchBackend(backend.kind, cfg.precision)

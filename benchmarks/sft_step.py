@@ -127,9 +127,7 @@ class Ours:
         self.backend, self.model = backend, backend.place(adapted).train()
         self.plan = Plan(steps=1, batch_size=cfg.rows, accumulation=1, learning_rate=RATE, warmup_steps=0,
                          clip_grad_norm=1.0, seed=cfg.seed)  # fmt: skip
-        self.optimizer = new_optimizer(
-            [{"params": [p for p in self.model.parameters() if p.requires_grad], "lr": RATE}], backend
-        )
+        self.optimizer = new_optimizer(self.model, RATE, backend)
         self.stream = counted(backend.prefetch(batches(packed, cfg.rows, 1, cfg.seed)), self)
 
     def __call__(self) -> float:

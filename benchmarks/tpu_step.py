@@ -27,7 +27,7 @@ from qat_lora.kd.training import kd_loss
 from qat_lora.kernels.optimizer import new_optimizer
 from qat_lora.lora.add import add_adapter
 from qat_lora.models.attention import whole_rows
-from qat_lora.quant.linear import parameter_groups, quantized_layers
+from qat_lora.quant.linear import quantized_layers
 from qat_lora.quant.student import StudentSpec, quantize
 from qat_lora.run import options as opt
 from qat_lora.run.command_line import run_script
@@ -80,7 +80,7 @@ def rehearse(cfg: Config, backend: TorchBackend) -> dict:
     cached = {"index": torch.zeros(shape, dtype=torch.long), "prob": torch.zeros(shape)}
     for name in cfg.steps.split(","):
         trained, loss_of = backend.place(trained_model(cfg, name)), loss_function(name)
-        optimizer = new_optimizer(parameter_groups(trained, 1e-3, 1e-3), backend)
+        optimizer = new_optimizer(trained, 1e-3, backend)
         with backend.phase(name, rows["tokens"].numel()):
             batch = backend.to_device(rows | (cached if loss_of is kd_loss else {}))
             with backend.autocast():

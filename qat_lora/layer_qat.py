@@ -14,7 +14,7 @@ from qat_lora.backend import TorchBackend, is_xla_device, xla_mark_step  # noqa:
 from qat_lora.kernels.optimizer import new_optimizer
 from qat_lora.models.architecture import decoder_layers
 from qat_lora.quant.blockwise import Call, block_outputs, compensate_block, first_inputs, run_block
-from qat_lora.quant.linear import full_precision, parameter_groups
+from qat_lora.quant.linear import full_precision
 from qat_lora.run.metrics import Last, Share, Total
 from qat_lora.run.session import Session
 from qat_lora.train.loop import cosine, restore, set_learning_rates, trained_parameters
@@ -110,7 +110,7 @@ class _Layers:
         if self.plan.compensate and not resumed:
             compensate_block(self.blocks[block], self.inputs, self.calls[block], self.backend)
         rate = self.plan.learning_rate
-        self.optimizer = new_optimizer(parameter_groups(self.blocks[block], rate, rate), self.backend)
+        self.optimizer = new_optimizer(self.blocks[block], rate, self.backend)
         if resumed:
             self.optimizer.load_state_dict(self.saved)
         self.saved = None

@@ -38,7 +38,6 @@ from qat_lora.experiments.stories.models import Shape, build
 from qat_lora.experiments.stories.reservoir import ReservoirSpec
 from qat_lora.experiments.stories.text import Blocks, load_stories
 from qat_lora.kernels.optimizer import new_optimizer
-from qat_lora.quant.linear import parameter_groups
 from qat_lora.rl.rollout import Sampling
 from qat_lora.run.console import say
 from qat_lora.train.loop import Plan, row_stream
@@ -104,7 +103,7 @@ def check_update(backend: TorchBackend) -> str:
     data = load_stories("embedded", 4, 0.1, "chars", 0)
     model = backend.place(build("reservoir", data.vocab, SMALL, 0))
     plan = Plan(8, 4, 1, 1e-2, 0, 1.0, 0)
-    optimizer = new_optimizer(parameter_groups(model, plan.learning_rate, plan.learning_rate), backend)
+    optimizer = new_optimizer(model, plan.learning_rate, backend)
     losses = []
     for batch in islice(row_stream(Blocks(data.train, 64), plan, backend)(0), plan.steps):
         with backend.autocast():

@@ -67,12 +67,7 @@ class Config(TrainOptions, JobConfig):
         None, "peak learning rate of the layer-wise stage [computed from the weights]", **opt.RATE
     )
     learning_rate: float | None = opt.training(
-        None,
-        "peak learning rate of weights and norms [computed from the size of the weights and their bits]",
-        **opt.RATE,
-    )
-    scale_learning_rate: float | None = opt.training(
-        None, "peak learning rate of the scales [--learning-rate]", **opt.RATE
+        None, "peak learning rate [computed from the size of the weights and their bits]", **opt.RATE
     )
 
 
@@ -89,7 +84,7 @@ from qat_lora.backend.opening import launch
 from qat_lora.data.batches import first_batches
 from qat_lora.errors import UserError
 from qat_lora.kd.dataset import KDCacheDataset, open_splits, planned_rows, teacher_of
-from qat_lora.kd.training import QATPlan, heldout_figures, kd_loss, qat_stage, target_entropy, usual_rates
+from qat_lora.kd.training import heldout_figures, kd_loss, target_entropy, usual_rates
 from qat_lora.layer_qat import LayerPlan, train_layers
 from qat_lora.models.architecture import decoder_layers
 from qat_lora.models.compiling import set_up_blocks
@@ -103,7 +98,7 @@ from qat_lora.run.report import finish
 from qat_lora.run.resuming import prepare
 from qat_lora.run.rundir import open_run
 from qat_lora.run.session import Session
-from qat_lora.train.loop import tokens_of
+from qat_lora.train.loop import Plan, plain_stage, tokens_of
 from qat_lora.train.memory import Parts
 
 
@@ -147,7 +142,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     if cfg.layer_steps:
         layer_by_layer(cfg, student, train, layer_batch, session)
     set_up_blocks(student, backend, cfg.gradient_checkpointing, cfg.compile)
-    end_to_end(student, train, qat_plan(cfg), session, evaluate)
+    end_to_end(student, train, cfg.plan(), session, evaluate)
     bits, cost = bits_per_weight(student), session.cost()
     if backend.is_main:
         before, _ = run.first_and_best("heldout_kl")
@@ -159,11 +154,11 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         )  # fmt: skip
 
 
-def end_to_end(student: nn.Module, train: KDCacheDataset, plan: QATPlan, session: Session, evaluate: Callable) -> None:
+def end_to_end(student: nn.Module, train: KDCacheDataset, plan: Plan, session: Session, evaluate: Callable) -> None:
     """Train the student to predict what the cached teacher predicts. Targets are sparse: no batch holds [B, L, V]."""
     backend = session.backend
     student.train()
-    for update in qat_stage(student, train, plan, session, evaluate):  # resumes, evaluates and saves in between
+    for update in plain_stage("qat", student, train, plan, session, evaluate):  # resumes, evaluates, saves in between
         for batch in update:  # its micro-batches, on the device
             with backend.autocast():
                 loss = kd_loss(student, batch)
@@ -257,13 +252,11 @@ def facts_of(cfg: Config, train: KDCacheDataset, layer_batch: int, backend: Torc
 
 
 def learning_rates(cfg: Config, student: nn.Module) -> dict[str, float]:
-    """Every learning rate: the given one, or one computed from the student's weights before its scales are set. Scales
-    default to the weights' rate."""
+    """Both learning rates: the given one, or one computed from the student's weights before its scales are set."""
     usual, usual_by_layer = usual_rates(student)
     rate, by_layer = cfg.learning_rate or usual, cfg.layer_learning_rate or usual_by_layer
     say(f"peak learning rate {rate:g}" + (f", layer by layer {by_layer:g}" if cfg.layer_steps else ""))
-    scales = cfg.scale_learning_rate or rate
-    return {"learning_rate": rate, "layer_learning_rate": by_layer, "scale_learning_rate": scales}
+    return {"learning_rate": rate, "layer_learning_rate": by_layer}
 
 
 def start_student(
@@ -285,16 +278,11 @@ def layer_plan(cfg: Config) -> LayerPlan:
     )  # fmt: skip
 
 
-def qat_plan(cfg: Config) -> QATPlan:
-    """The plan of the end-to-end stage. cfg: with all learning rates resolved."""
-    return QATPlan(**vars(cfg.plan()), scale_learning_rate=cfg.scale_learning_rate)
-
-
 def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
     """Record the graphs of every phase, for compile_for_tpu.py, and estimate their memory. Only shapes matter: the
     model has no weights, and all rows are zeros."""
     rows = planned_rows(cfg.cache_dir, cfg.update_facts(backend.world_size)["rows_per_update"])
-    rates = dict.fromkeys(("learning_rate", "layer_learning_rate", "scale_learning_rate"), 1e-3)
+    rates = dict.fromkeys(("learning_rate", "layer_learning_rate"), 1e-3)
     cfg = dataclasses.replace(with_model(cfg), **rates)
     session = backend.rehearsal(len(rows) * len(rows[0]["tokens"]))
     student = backend.place(quantize(empty_model(planned_name(cfg.model)), student_spec(cfg)))
@@ -305,7 +293,7 @@ def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
     if cfg.layer_steps:
         train_layers(student, first_batches(rows, cfg.batch_size, cfg.batch_size, cfg.seed), layer_plan(cfg), session)
     set_up_blocks(student, backend, cfg.gradient_checkpointing, cfg.compile)
-    end_to_end(student, rows, qat_plan(cfg), session, evaluate)
+    end_to_end(student, rows, cfg.plan(), session, evaluate)
     return cfg.memory(student, len(rows[0]["tokens"]), backend)
 
 

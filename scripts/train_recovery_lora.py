@@ -84,7 +84,7 @@ from qat_lora.kd.dataset import open_splits, planned_rows
 from qat_lora.kd.training import heldout_figures, target_entropy
 from qat_lora.lora.adapter import adapter_values, read_adapter, save_adapter, take_values, weight_file
 from qat_lora.lora.add import add_adapter, fit_to_error
-from qat_lora.lora.recovery import MODES, Anchor, fitting_memory, recovery_stage
+from qat_lora.lora.recovery import MODES, Anchor, fitting_memory
 from qat_lora.lora.targets import coverage, left_out
 from qat_lora.models.compiling import set_up_blocks
 from qat_lora.models.loading import adapter_notes, check_length, load_model, model_fingerprint
@@ -99,7 +99,7 @@ from qat_lora.run.resuming import begun, prepare
 from qat_lora.run.rundir import open_run
 from qat_lora.run.session import Session
 from qat_lora.train.evaluation import heldout_nll
-from qat_lora.train.loop import Plan, tokens_of
+from qat_lora.train.loop import Plan, plain_stage, tokens_of
 from qat_lora.train.memory import Parts
 
 CALIBRATION_ROWS = 32
@@ -172,7 +172,7 @@ def recover(
     """Train the adapter alone; the student is frozen, but gradients pass through it."""
     backend, loss_of = session.backend, MODES[mode]
     model.train()
-    for update in recovery_stage(model, train, plan, session, evaluate):  # resumes, evaluates, saves in between
+    for update in plain_stage("recovery", model, train, plan, session, evaluate):  # resumes, evaluates, saves
         for batch in update:  # its micro-batches, on the device
             with backend.autocast():
                 loss = loss_of(model, batch)

@@ -6,12 +6,12 @@ from loops import train_qat
 from safetensors.torch import load_file, save_file
 
 from qat_lora.kd.dataset import KDCacheDataset
-from qat_lora.kd.training import QATPlan
 from qat_lora.models.loading import empty_model, load_model
 from qat_lora.quant.init import initialise
 from qat_lora.quant.student import StudentSpec, quantize
 from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session
+from qat_lora.train.loop import Plan
 
 SPEC = StudentSpec(mlp="balanced2/g32", attn="lut4/r4")
 STEPS, GLOBAL_BATCH = 5, 4
@@ -33,7 +33,7 @@ def train(backend, model: str, cache: str, out: Path, watch=lambda gradients: No
     backend.reduce = watched
     out.mkdir(exist_ok=True)
     session = Session(Run(out, resumed=False, writes=backend.is_main), backend, Every(log=1, save=0))
-    plan = QATPlan(STEPS, GLOBAL_BATCH // backend.world_size, 1, 1e-4, warmup_steps=1, clip_grad_norm=0.1, seed=0)
+    plan = Plan(STEPS, GLOBAL_BATCH // backend.world_size, 1, 1e-4, warmup_steps=1, clip_grad_norm=0.1, seed=0)
     train_qat(student, KDCacheDataset(cache), plan, session, evaluate=lambda step: {})
     trained = {name: p for name, p in student.named_parameters() if p.requires_grad}
     save_file(backend.to_host(trained), out / f"worker{backend.rank}.safetensors")

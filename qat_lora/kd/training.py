@@ -2,8 +2,6 @@
 trains and how fast, and held-out figures."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -11,14 +9,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from qat_lora.backend import TorchBackend
-from qat_lora.kernels.optimizer import new_optimizer
 from qat_lora.models.architecture import hidden_states
-from qat_lora.quant.linear import parameter_groups, quantized_layers
+from qat_lora.quant.linear import quantized_layers
 from qat_lora.quant.student import head_of
-from qat_lora.run.options import MOST_RATE, RATE, check_range
-from qat_lora.run.session import Session
+from qat_lora.run.options import MOST_RATE
 from qat_lora.train.evaluation import batch_means, perplexity
-from qat_lora.train.loop import Plan, Stage, StageState, row_stream
 from qat_lora.train.losses import kept, log_probs_at, sparse_loss
 
 
@@ -45,32 +40,6 @@ def kd_soft_ce(student_logits: Tensor, teacher_logits: Tensor, temperature: floa
     if mask is None:
         return loss.mean()
     return (loss * mask).sum() / kept(mask)
-
-
-@dataclass(frozen=True)
-class QATPlan(Plan):
-    """scale_learning_rate: learning rate of the quantisers' scales; None: learning_rate."""
-
-    scale_learning_rate: float | None = None
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_range("scale_learning_rate", self.scale_rate, **RATE)
-
-    @property
-    def scale_rate(self) -> float:
-        return self.learning_rate if self.scale_learning_rate is None else self.scale_learning_rate
-
-
-def qat_stage(
-    student: nn.Module, train: Dataset, plan: QATPlan, session: Session, evaluate: Callable[[int], dict]
-) -> Stage:
-    """A stage that trains a placed student's trainable parameters on a KDCacheDataset. evaluate(step) returns held-out
-    figures and may save the best checkpoint."""
-    backend = session.backend
-    optimizer = new_optimizer(parameter_groups(student, plan.learning_rate, plan.scale_rate), backend)
-    stream = row_stream(train, plan, backend)
-    return Stage("qat", session, plan, optimizer, stream, StageState(student, optimizer), evaluate)
 
 
 def heldout_figures(

@@ -4,7 +4,7 @@ import math
 from ctypes import c_float
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qat_lora.backend import TorchBackend
 from qat_lora.backend.devices import numbers_on
@@ -82,8 +82,9 @@ class CautiousAdamW(torch.optim.Optimizer):
                     plain_step(*each, data, *betas)
 
 
-def new_optimizer(groups: list[dict], backend: TorchBackend) -> CautiousAdamW:
-    """The optimiser for groups of placed parameters, each with its "lr"."""
-    optimizer = CautiousAdamW(groups)
+def new_optimizer(model: nn.Module, learning_rate: float, backend: TorchBackend, **settings) -> CautiousAdamW:
+    """The optimiser for the trainable parameters of a placed model. settings: its betas and weight_decay."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = CautiousAdamW([{"params": trained, "lr": learning_rate, **settings}])
     backend.prepare(optimizer)
     return optimizer

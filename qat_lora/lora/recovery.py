@@ -1,20 +1,16 @@
 """A small LoRA on the frozen low-bit student that recovers quality lost to quantisation."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from qat_lora.backend import TorchBackend, compute_dtype
 from qat_lora.kd.training import kd_loss, kd_soft_ce
 from qat_lora.models.architecture import hidden_states, unwrap
 from qat_lora.quant.linear import quantized_layers
 from qat_lora.quant.student import head_of
-from qat_lora.run.session import Session
 from qat_lora.train.language_memory import loading_memory
-from qat_lora.train.loop import Plan, Stage, plain_stage
 from qat_lora.train.losses import text_loss
 from qat_lora.train.memory import Parts
 
@@ -51,13 +47,6 @@ class Anchor:
 def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
     hidden = hidden_states(model, tokens)
     return head_of(model).cast(compute_dtype(hidden)).logits(hidden)
-
-
-def recovery_stage(
-    model: nn.Module, train: Dataset, plan: Plan, session: Session, evaluate: Callable[[int], dict]
-) -> Stage:
-    """A stage that trains the adapter of a placed PEFT model; gradients pass through the frozen student below it."""
-    return plain_stage("recovery", model, train, plan, session, evaluate)
 
 
 def fitting_memory(model: nn.Module) -> Parts:

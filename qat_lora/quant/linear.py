@@ -351,15 +351,3 @@ class full_precision:
     def __exit__(self, *error):
         for quantizer in self.quantizers:
             quantizer.enabled = True
-
-
-def parameter_groups(student: nn.Module, learning_rate: float, scale_learning_rate: float) -> list[dict]:
-    """Optimiser groups: latent weights together with all unquantised parameters, and the quantisers' scales; empty
-    groups are left out."""
-    scales = {id(p) for layer in quantized_layers(student).values() for p in layer.quantizer.parameters()}
-    trained = [p for p in student.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if id(p) not in scales], "lr": learning_rate},
-        {"params": [p for p in trained if id(p) in scales], "lr": scale_learning_rate},
-    ]
-    return [group for group in groups if group["params"]]

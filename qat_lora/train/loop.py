@@ -24,7 +24,6 @@ from qat_lora.backend import TorchBackend
 from qat_lora.data.batches import batches
 from qat_lora.errors import UserError
 from qat_lora.kernels.optimizer import new_optimizer
-from qat_lora.quant.linear import parameter_groups
 from qat_lora.run.metrics import Last, Metric, Ratio, Value
 from qat_lora.run.options import COUNT, DECAY, RATE, SHARE, UPDATES, check_range
 from qat_lora.run.session import Session
@@ -191,8 +190,7 @@ def plain_stage(
     best: dict | None = None,
 ) -> Stage:  # fmt: skip
     """A stage that trains the trainable parameters of a placed model on a dataset. best: see `StageState`."""
-    groups = parameter_groups(model, plan.learning_rate, plan.learning_rate)
-    optimizer = new_optimizer([group | {"weight_decay": plan.weight_decay} for group in groups], session.backend)
+    optimizer = new_optimizer(model, plan.learning_rate, session.backend, weight_decay=plan.weight_decay)
     stream = row_stream(rows, plan, session.backend)
     return Stage(name, session, plan, optimizer, stream, StageState(model, optimizer, best), evaluate)
 

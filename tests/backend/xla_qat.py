@@ -17,7 +17,7 @@ from qat_lora.data.batches import batches
 from qat_lora.experiments.musclebob.questions import heldout_questions
 from qat_lora.experiments.musclebob.validation import BobSampler
 from qat_lora.kd.targets import teacher_targets
-from qat_lora.kd.training import QATPlan, heldout_figures, kd_loss
+from qat_lora.kd.training import heldout_figures, kd_loss
 from qat_lora.kernels.head import Head
 from qat_lora.kernels.optimizer import new_optimizer
 from qat_lora.layer_qat import LayerPlan, train_layers
@@ -28,7 +28,7 @@ from qat_lora.models.architecture import decoder_layers
 from qat_lora.models.loading import load_model, load_tokenizer
 from qat_lora.quant.blockwise import compensate_block, first_inputs
 from qat_lora.quant.init import initialise
-from qat_lora.quant.linear import QuantLinear, parameter_groups, quantized_layers
+from qat_lora.quant.linear import QuantLinear, quantized_layers
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import StudentSpec
 from qat_lora.rl.grpo import GRPOPlan, PromptDataset, roll_out
@@ -71,7 +71,7 @@ class Cached(torch.utils.data.Dataset):
 def one_update(backend, loss_of=kd_loss) -> tuple[nn.Module, dict]:
     """A student after one update, and its figures."""
     student, plan = make_student(backend), Plan(1, 2, 1, 1e-3, 0, 1.0, seed=0)
-    optimizer = new_optimizer(parameter_groups(student, 1e-3, 1e-3), backend)
+    optimizer = new_optimizer(student, 1e-3, backend)
     stream = backend.prefetch(batches(Cached(4), 2, 1, 0))
     return student, updated(student, stream, loss_of, optimizer, plan, backend)
 
@@ -90,7 +90,7 @@ def qat() -> dict:
 
     def train(backend, session) -> None:
         student, data = make_student(backend), Cached(10)
-        plan = QATPlan(5, 2, 2, 3e-3, 3, 1.0, seed=0, scale_learning_rate=1e-3)
+        plan = Plan(5, 2, 2, 3e-3, 3, 1.0, seed=0)
         train_qat(student, data, plan, session, lambda step: heldout_figures(student, data, backend, 2, 5))
 
     return on_both("qat", train, Every(log=1, evaluate=3, save=2))
@@ -142,7 +142,7 @@ def late() -> dict:
     """Graphs compiled by the second of two updates, 1000 updates later and at a learning rate that has almost
     decayed."""
     weight = nn.Parameter(torch.ones(3, 5).to(XLA.device))
-    optimizer = new_optimizer([{"params": [weight], "lr": 1e-3, "weight_decay": 0.01}], XLA)
+    optimizer = new_optimizer(nn.ParameterList([weight]), 1e-3, XLA, weight_decay=0.01)
     (group,), compiles = optimizer.param_groups, []
     for step, rate in ((0, 1e-3), (1000, 1e-9)):
         before = XLA.counters()["compiles"]
@@ -323,7 +323,7 @@ def grpo() -> dict:
         fresh, start = policy(backend), policy(backend).requires_grad_(False)
         for p in start.parameters():
             p.data.mul_(1.01)  # a reference that differs from the policy
-        optimizer = new_optimizer([{"params": [p for p in fresh.parameters() if p.requires_grad], "lr": 1e-3}], backend)
+        optimizer = new_optimizer(fresh, 1e-3, backend)
         figures = learn(fresh, start, rollouts, optimizer, plan, backend)
         found["figures"][backend.kind] = backend.fetch(*[figures[key] for key in ("loss", "kl", "grad_norm")])
         torch.save(rollouts, OUT / "rollouts.pt")

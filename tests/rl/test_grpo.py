@@ -52,8 +52,7 @@ def update(new_model, backend):
 
     def one(rollouts, plan: GRPOPlan, reference=None):
         model = new_model()
-        groups = [{"params": [p for p in model.parameters() if p.requires_grad], "lr": 1e-3}]
-        figures = learn(model, reference, rollouts, new_optimizer(groups, backend), plan, backend)
+        figures = learn(model, reference, rollouts, new_optimizer(model, 1e-3, backend), plan, backend)
         return {name: float(value) for name, value in figures.items()}
 
     return one

@@ -27,7 +27,7 @@ def trained(steps: int = 3):
     """A tied model and its optimiser after a few updates."""
     torch.manual_seed(0)
     backend, model = TorchBackend("cpu", "fp32"), Tied()
-    optimizer = new_optimizer([{"params": list(model.parameters()), "lr": 0.1}], backend)
+    optimizer = new_optimizer(model, 0.1, backend)
     for _ in range(steps):
         model(torch.arange(6)).logsumexp(1).sum().backward()
         backend.update(optimizer, 1.0)

@@ -18,7 +18,7 @@ from qat_lora.run.checkpoint import KEEP
 
 TINY = ["--batch-size", "4", "--device", "cpu", "--precision", "fp32"]
 LAYER_STEPS, BLOCKS, STEPS = 3, 2, 10
-SHORT = "--warmup-steps 2 --seed 1 --mlp lut2/r4 --learning-rate 3e-3 --scale-learning-rate 1e-3 --eval-rows 16"
+SHORT = "--warmup-steps 2 --seed 1 --mlp lut2/r4 --learning-rate 3e-3 --eval-rows 16"
 SHORT = [*SHORT.split(), *TINY]
 QAT = f"--layer-steps {LAYER_STEPS} --layer-rows 8 --max-steps {STEPS} --layer-learning-rate 2e-3 --clip-grad-norm 0"
 QAT = [*f"{QAT} --init gptq --log-every 3 --save-every 4 --eval-every 5".split(), *SHORT]

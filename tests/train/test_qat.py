@@ -12,14 +12,14 @@ from students import student_of
 from qat_lora.backend import TorchBackend
 from qat_lora.data.batches import batches
 from qat_lora.errors import UserError
-from qat_lora.kd.training import QATPlan, heldout_figures, kd_loss, usual_rates
-from qat_lora.quant.linear import parameter_groups, quantized_layers
+from qat_lora.kd.training import heldout_figures, kd_loss, usual_rates
+from qat_lora.quant.linear import quantized_layers
 from qat_lora.quant.student import StudentSpec
 from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session
-from qat_lora.train.loop import restore
+from qat_lora.train.loop import Plan, restore
 
-PLAN = QATPlan(6, 4, 1, 4e-3, warmup_steps=2, clip_grad_norm=1.0, seed=0, scale_learning_rate=4e-3)
+PLAN = Plan(6, 4, 1, 4e-3, warmup_steps=2, clip_grad_norm=1.0, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -100,15 +100,6 @@ def test_metrics_equal_those_computed_by_hand(usual, new_student, data):
     assert lines[0]["tokens"] == 4 * 32
 
 
-def test_scales_have_their_own_parameter_group(new_student):
-    student = new_student()
-    rest, scales = parameter_groups(student, 1e-3, 2e-4)
-    assert (rest["lr"], scales["lr"]) == (1e-3, 2e-4)
-    for group, learned in ((rest, False), (scales, True)):
-        wanted = [p for name, p in student.named_parameters() if (".quantizer." in name) == learned]
-        assert set(map(id, group["params"])) == set(map(id, wanted))
-
-
 SHARES = {"int2/g32": (3.1e-3, 3.1e-3), "lut4/r4": (1.3e-4, 5.2e-4), "int8/g32": (3.6e-6, 1.4e-5)}
 
 
@@ -152,7 +143,7 @@ def test_accumulation_equals_one_large_batch(usual, train):
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_an_update_reduces_once_then_clips_at_the_logged_rate(train, usual, accumulation):
     """The original reduced gradients again inside xm.optimizer_step, and its schedule counted micro-batches."""
-    backend, plan = Counting(), dataclasses.replace(PLAN, scale_learning_rate=1e-3, accumulation=accumulation)
+    backend, plan = Counting(), dataclasses.replace(PLAN, accumulation=accumulation)
     _, lines = train(dataclasses.replace(plan, clip_grad_norm=0.1), backend=backend)
     assert backend.calls == ["reduce", "step"] * PLAN.steps
     assert backend.norms == pytest.approx([0.1] * PLAN.steps, rel=1e-3)
@@ -186,10 +177,9 @@ def test_restore_is_strict(new_student):
     "changes, said",
     [
         ({"steps": -1}, "steps -1 must be from 0"), ({"batch_size": 0}, "batch_size 0"), 
-        ({"learning_rate": math.nan}, "learning_rate nan"), ({"scale_learning_rate": 0.0}, "scale_learning_rate 0.0"),
+        ({"learning_rate": math.nan}, "learning_rate nan"),
     ],
 )  # fmt: skip
 def test_an_impossible_plan_is_refused(changes, said):
     with pytest.raises(UserError, match=said):
         dataclasses.replace(PLAN, **changes)
-    assert dataclasses.replace(PLAN, scale_learning_rate=None).scale_rate == PLAN.learning_rate

@@ -101,8 +101,7 @@ class Trainer(StageState):
     """
 
     def __init__(self, model: RecursiveModel, plan: RecursivePlan, backend: TorchBackend):
-        rate = {"lr": plan.learning_rate, "betas": plan.betas, "weight_decay": plan.weight_decay}
-        optimizer = new_optimizer([{"params": list(model.parameters()), **rate}], backend)
+        optimizer = new_optimizer(model, plan.learning_rate, backend, betas=plan.betas, weight_decay=plan.weight_decay)
         self.shown = copy.deepcopy(model) if plan.ema else model
         self.shown.identity = model.identity  # shared, since SignSGD updates only a batch's puzzles
         super().__init__(model, optimizer)

@@ -93,7 +93,7 @@ def test_impossible_shapes_are_refused():
 def test_training_changes_every_parameter_and_no_reservoir(stories, backend):
     model, drawn = (build("reservoir", stories.vocab, SHAPE, seed=0) for _ in range(2))
     backend.place(model)
-    optimizer = new_optimizer([{"params": [p for p in model.parameters() if p.requires_grad], "lr": 0.1}], backend)
+    optimizer = new_optimizer(model, 0.1, backend)
     for _ in range(3):
         backend.backward(story_loss(model, {"tokens": stories.train[:40][None], "mask": torch.ones(1, 39)}))
         backend.update(optimizer, 1.0)
