@@ -179,7 +179,7 @@ def check_quality(place: Machine) -> Figures:
 def distilled(place: Machine, at: list[str], cache: Path, steps: int) -> Figures:
     """A run of quantisation-aware training: KL to the teacher before and after it."""
     folder, since = place.folder / "runs" / f"quality-{steps}", time.monotonic()
-    words = ["--config", "q2_g32", "--cache-dir", str(cache), "--max-steps", str(steps), "--output-dir", str(folder)]
+    words = ["--cache-dir", str(cache), "--max-steps", str(steps), "--output-dir", str(folder)]
     finish(place, [str(ROOT / "scripts" / "train_qat.py"), *at, *words], "quality")
     kl = [line["heldout_kl"] for line in lines(folder) if "heldout_kl" in line]
     if not kl[-1] < kl[0]:
