@@ -30,9 +30,7 @@ FREE = "rtn", "mse", "gptq"  # methods that train on no tokens
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ScriptConfig):
-    results: str = option(
-        "docs/qat_quality/curve.jsonl", "results.jsonl of runs of qat_quality.py"
-    )
+    results: str = option("docs/qat_quality/curve.jsonl", "results.jsonl of runs of qat_quality.py")
     grid: str = option("int2/g64", "quantiser whose rows to use")
     tokens: float = option(1e8, "number of tokens to predict the KL for", above=0)
     output: str = option("curve.png", "picture to write")

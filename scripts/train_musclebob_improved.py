@@ -25,13 +25,14 @@ from qat_lora.models.packaged import CHOICES, EMBEDDED
 from qat_lora.rl import REDUCTIONS, SCALES
 from qat_lora.run import options as opt
 from qat_lora.run.command_line import check_command_line, run_script
+from qat_lora.train.low_bit import LowBitOptions
 from qat_lora.train.options import BatchOptions, LoopOptions
 
 NAME = "train_musclebob_improved"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ChatOptions, LoopOptions):
+class Config(ChatOptions, LowBitOptions, LoopOptions):
     model: str = opt.model(EMBEDDED, f"instruct model to train: {CHOICES}", identity="base")
     num_samples: int = opt.data(128, "training questions; one in three is about the character", at_least=1)
     fewshot_ratio: float = opt.data(
@@ -59,7 +60,10 @@ class Config(ChatOptions, LoopOptions):
     scale_rewards: Literal[*SCALES] = opt.training(
         "group", "divide advantages by the standard deviation in the group, in the batch, or not at all"
     )
-    beta: float = opt.training(0.02, "weight of the KL to the model before GRPO", **opt.WEIGHT)
+    beta: float = opt.training(0.02, "weight of the KL to --reference", **opt.WEIGHT)
+    reference: Literal["start", "original"] = opt.training(
+        "start", "model of the KL: start, the model before GRPO, or original, --model in full precision"
+    )
     sft: bool = opt.training(False, "start with supervised fine-tuning (SFT) on good answers")
     sft_only: bool = opt.training(False, "stop after the SFT")
     sft_epochs: int = opt.training(2, "SFT passes over the questions", **opt.UPDATES)
@@ -108,20 +112,18 @@ from qat_lora.experiments.musclebob.questions import good_answers, heldout_quest
 from qat_lora.experiments.musclebob.validation import (
     VALIDATIONS,
     BobSampler,
+    RunFiles,
     check_samples,
     conclude,
     glance,
     judge_of,
-    save_once,
     validation_of,
     write_history,
     write_validation,
 )
-from qat_lora.kernels.norms import norms_in_one_step
 from qat_lora.models.compiling import set_up_blocks
 from qat_lora.models.loading import check_length, empty_model, load_model
 from qat_lora.models.source import PlannedTokenizer, planned_name, speech_files
-from qat_lora.quant.student import freeze_plain_tables
 from qat_lora.rl.grpo import GRPOPlan, Judge, PromptDataset, grpo_stage, policy_loss, roll_out, without_dropout
 from qat_lora.rl.objective import Objective
 from qat_lora.rl.rollout import Sampling, check_answers
@@ -150,18 +152,17 @@ def main(cfg: Config) -> None:
     check_template(tokenizer)
     if not cfg.dry_run:  # a dry run may plan for another machine
         sizes = cfg.batch_size, cfg.num_generations, cfg.max_new_tokens
-        check_sizes(freeze_plain_tables(empty_model(cfg.model)), *sizes, backend)
-    model = empty_model(cfg.model) if cfg.dry_run else load_model(cfg.model)
+        check_sizes(cfg.empty_policy(), *sizes, backend)
+    spec, length = cfg.student_spec(), cfg.max_prompt_length + cfg.max_new_tokens
+    rows = good_answers(cfg.num_samples, cfg.seed, tokenizer, cfg.thinking, length) if spec or has_sft(cfg) else None
+    model = cfg.empty_policy() if cfg.dry_run else cfg.open_policy(rows, backend)
     sampler = BobSampler.of(model, tokenizer, backend, cfg.max_prompt_length, cfg.max_new_tokens, cfg.thinks)
     questions = training_questions(cfg.num_samples, cfg.fewshot_ratio if cfg.fewshot else 0.0, cfg.seed)
     prompts = PromptDataset(sampler.encode([question.messages for question in questions]))
     sampler.encode([q.messages for q in heldout_questions()])  # fail now rather than at the first validation
     sft, grpo = sft_plan(cfg) if has_sft(cfg) else None, grpo_plan(cfg, sampler.ends)
-    length = cfg.max_prompt_length + cfg.max_new_tokens
-    rows = good_answers(cfg.num_samples, cfg.seed, tokenizer, cfg.thinking, length) if sft else None
     check_answers(model, backend.static_shapes, not cfg.dry_run)
-    norms_in_one_step(freeze_plain_tables(model))  # embedding and LM head are not trained
-    say(f"{cfg.model} on {backend}")
+    say(f"{cfg.model}{f' → {spec}' if spec else ''} on {backend}")
     describe(model, sft, grpo, cfg.max_prompt_length, cfg.gradient_checkpointing, backend)
     if cfg.dry_run:
         return
@@ -169,7 +170,8 @@ def main(cfg: Config) -> None:
     run = open_run(NAME, cfg, facts_of(cfg, model, prompts, rows, tokenizer, backend))
     write_json(run.path / "training_config.json", dataclasses.asdict(cfg))
     backend.seed(cfg.seed)
-    session = Session(run, backend, cfg.every(), SHOWN, files=[*VALIDATIONS.values(), "sft_model", "model"])
+    session = Session(run, backend, cfg.every(), SHOWN, files=[*VALIDATIONS.values(), *RunFiles.NAMES])
+    files = RunFiles.begin(run.path, model, cfg.model, spec, tokenizer)
     backend.place(model)
     set_up_blocks(model, backend, cfg.gradient_checkpointing and backend.wants_recomputation, cfg.compile)
 
@@ -183,15 +185,15 @@ def main(cfg: Config) -> None:
         validate("baseline")
         if sft:
             warm_up(model, rows, sft, session, evaluate)
-            save_once(model, tokenizer, run.path / "sft_model")
+            files.save(model, "sft_model")
             validate("post_sft")
         if grpo.steps:
-            start = str((run.path / "sft_model").absolute()) if sft else cfg.model  # the model before GRPO
-            reference = backend.place(load_model(start).requires_grad_(False)) if cfg.beta else None
+            before = load_model(cfg.model) if cfg.reference == "original" else files.start(bool(sft))
+            reference = backend.place(before.requires_grad_(False)) if cfg.beta else None
             reinforce(model, reference, prompts, judge_of(questions, sampler), grpo, session, evaluate)
     finally:  # also when the run is stopped
         write_history(run)
-    save_once(model, tokenizer, run.path / "model")
+    files.save(model, "model")
     validate("final")
     conclude(run, cfg.max_new_tokens, session.cost())
 
@@ -296,7 +298,7 @@ def facts_of(
     return {
         **backend.facts, "prompts": asked, "answers": rows.fingerprint if rows else None,
         "prompts_per_update": cfg.batch_size * cfg.accumulation_steps, "base": model.fingerprint,
-        "model files": speech_files(cfg.model), **template_facts(tokenizer, cfg.chat_template),
+        "model files": speech_files(cfg.model), **template_facts(tokenizer, cfg.chat_template), **cfg.start_facts(),
     }  # fmt: skip
 
 
@@ -308,7 +310,7 @@ def detect_device_type() -> str:
 def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
     """Record the graphs of every phase, for compile_for_tpu.py, and estimate their memory. Only shapes matter: the
     model has no weights, all prompts are zeros, and answers have no text."""
-    model = backend.place(norms_in_one_step(freeze_plain_tables(empty_model(planned_name(cfg.model)))))
+    model = backend.place(cfg.empty_policy(planned_name(cfg.model)))
     sampler = BobSampler.of(model, PlannedTokenizer(), backend, cfg.max_prompt_length, cfg.max_new_tokens)
 
     def original() -> nn.Module:

@@ -52,6 +52,7 @@ class Quantizer(nn.Module):
     reach, offset_reach: [out, blocks, 1], with narrow scales and offsets: the largest that a block can hold
     codes:   uint8, of the weight's shape, present only when frozen
     enabled: False uses the latent weight itself (the full-precision layer)
+    held:    within `quantised_once`, the quantised weight in each dtype that was asked for
 
     With experts, the first dimension of a scale is experts · out (tensor: experts), and A, g, B and codes have a
     leading expert dimension. The parameters are fp32 masters; all computation uses them rounded to fp16, as they are
@@ -64,6 +65,7 @@ class Quantizer(nn.Module):
         *experts, out_features, in_features = shape
         spec.check("weight", out_features, in_features)
         self.spec, self.shape, self.enabled = spec, tuple(shape), True
+        self.held: dict[torch.dtype, Tensor] | None = None
         if spec.scale == "lowrank":
             self.a = nn.Parameter(torch.empty(*experts, out_features, spec.size))
             self.g = nn.Parameter(torch.empty(*experts, spec.size))
@@ -310,7 +312,10 @@ def effective_weight(module, dtype: torch.dtype | None = None) -> Tensor:
     quantizer = getattr(module, "quantizer", None)
     if quantizer is None or not quantizer.enabled or quantizer.codes is not None:
         return module.weight
-    value = quantizer(rows_of(module), dtype or compute_dtype(module.weight))
+    dtype, held = dtype or compute_dtype(module.weight), quantizer.held
+    value = quantizer(rows_of(module), dtype) if held is None or dtype not in held else held[dtype]
+    if held is not None:
+        held[dtype] = value
     return value.transpose(1, 2) if getattr(module, "transposed", False) else value
 
 
@@ -336,6 +341,25 @@ def quantized_layers(module: nn.Module) -> dict[str, QuantLinear | Shown | Exper
             layers |= {f"{name}.{weight}".lstrip("."): ExpertWeight(found, weight) for weight in found.shown}
     heads = {id(layer.quantizer) for layer in layers.values() if isinstance(layer, QuantLinear)}
     return {n: m for n, m in layers.items() if not isinstance(m, Shown) or id(m.quantizer) not in heads}
+
+
+class quantised_once:
+    """Context without gradients in which each weight below `model` is quantised once, however often it is used: for
+    answers, whose every token would quantise them again."""
+
+    def __init__(self, model: nn.Module):
+        self.quantizers = [layer.quantizer for layer in quantized_layers(model).values()]
+        self.no_grad = torch.no_grad()
+
+    def __enter__(self):
+        self.no_grad.__enter__()
+        for quantizer in self.quantizers:
+            quantizer.held = {}
+
+    def __exit__(self, *error):
+        for quantizer in self.quantizers:
+            quantizer.held = None
+        self.no_grad.__exit__(*error)
 
 
 class full_precision:

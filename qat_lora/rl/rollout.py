@@ -25,6 +25,7 @@ from qat_lora.models.architecture import (
 from qat_lora.models.attention import Layout
 from qat_lora.models.check import CLOSE, FAULTS, sample_tokens
 from qat_lora.models.generate import check_sampling
+from qat_lora.quant.linear import quantised_once
 from qat_lora.quant.student import head_of
 from qat_lora.rl.policy import Prompts, log_probs
 
@@ -71,7 +72,7 @@ def rollout(
     """
     count = len(prompts.tokens)
     stop = backend.to_device({"ends": torch.tensor(list(ends))})["ends"]
-    with backend.autocast():
+    with backend.autocast(), quantised_once(model):
         head = head_of(model)
         head = head.cast(compute_dtype(head.weight))  # once: autocast would cast it for every token
         reader = (_OwnCache if is_recurrent(model) else _Slots)(model, prompts, group, length)

@@ -5,7 +5,11 @@ import torch
 import transformers as tf
 
 from qat_lora.errors import UserError
+from qat_lora.kernels.fake_quant import FakeQuant
 from qat_lora.models.loading import load_model
+from qat_lora.quant.init import initialise
+from qat_lora.quant.linear import freeze, quantized_layers
+from qat_lora.quant.student import StudentSpec, quantize
 from qat_lora.rl.policy import Prompts, log_probs
 from qat_lora.rl.rollout import Sampling, draw, rollout
 
@@ -53,6 +57,23 @@ def test_greedy_equals_generate_token_for_token(kind, backend):
             assert set(tokens[len(wanted) :].tolist()) <= {ends[0]}
         stopped += wanted[-1] in ends
     assert stopped
+
+
+@pytest.mark.parametrize(("kind", "head"), [("llama", "none"), ("qwen3", "int4/g16"), ("gpt_oss", "none")])
+def test_a_student_in_training_quantises_its_weights_once_and_samples_from_what_will_be_served(
+    kind, head, backend, monkeypatch
+):
+    student = quantize(make(kind), StudentSpec("int2/g16", "int4/g16", head))
+    initialise(student)
+    prompts, calls, forward = Prompts.of(TEXTS, 9, 0), [], FakeQuant.forward
+    monkeypatch.setattr(FakeQuant, "forward", lambda ctx, *given: calls.append(1) or forward(ctx, *given))
+    drawn = rollout(student, prompts, 2, 12, GREEDY, [63], backend)
+    assert len(calls) == len(quantized_layers(student)), "each weight once"
+    logp = log_probs(student, prompts, drawn.tokens)
+    assert logp.requires_grad and len(calls) > len(quantized_layers(student))
+    torch.testing.assert_close(drawn.logp, logp.detach() * drawn.mask, rtol=1e-4, atol=1e-4)
+    freeze(student)
+    assert torch.equal(rollout(student, prompts, 2, 12, GREEDY, [63], backend).tokens, drawn.tokens)
 
 
 def test_early_stopping_only_saves_time(backend):

@@ -15,6 +15,9 @@ from small import CPU
 
 from qat_lora.backend import detect
 from qat_lora.errors import UserError
+from qat_lora.models.loading import plain_state
+from qat_lora.quant.linear import quantized_layers
+from qat_lora.quant.student import load_student
 from qat_lora.run.command_line import parse
 
 SMALL = "--num-samples 8 --epochs 1 --sft --sft-epochs 1 --sft-batch-size 4 --batch-size 2 --num-generations 4 "
@@ -99,6 +102,36 @@ def test_a_run_killed_in_either_stage_resumes_to_the_same_end(
     assert_same_files(tmp_path, trained, *files, "model/model.safetensors")
 
 
+def weights_of(folder) -> dict:
+    return load_file(folder / "model.safetensors")
+
+
+def test_a_low_bit_policy_is_written_as_it_was_trained(train, run, tmp_path, sharp_model_dir, dies_in):
+    """Killed in GRPO and resumed; then the student goes on in full precision's place as --checkpoint."""
+    flags = ["--quantize", "int2/g16", "--learning-rate", 1e-2, "--sft-learning-rate", 1e-2]
+    with dies_in("roll_out", 3):
+        train(*flags, "--output-dir", tmp_path / "parts")
+    train(*flags, "--output-dir", tmp_path / "parts", "--resume", "auto")
+    train(*flags, "--output-dir", tmp_path / "whole")
+    logged = [[line for line in lines(tmp_path / name) if "loss" in line] for name in ("parts", "whole")]
+    assert logged[0] == logged[1]
+    assert_same_files(tmp_path / "parts", tmp_path / "whole", "model/model.safetensors", "model.pt", "start.pt")
+
+    start, end = (load_student(tmp_path / "whole" / name)[0] for name in ("start.pt", "model.pt"))
+    codes = [{n: m.quantizer.codes for n, m in quantized_layers(student).items()} for student in (start, end)]
+    assert any(not torch.equal(code, codes[1][name]) for name, code in codes[0].items()), "codes are trained"
+    for name, value in weights_of(tmp_path / "whole" / "model").items():
+        assert torch.equal(value, plain_state(end)[name]), name
+    kl = [line["kl"] for line in logged[1] if "kl" in line]
+    assert kl[0] < 1e-6 < kl[-1], "the sampler, the policy and its reference are the same weights at first"
+
+    train("--checkpoint", tmp_path / "whole" / "model.pt", "--output-dir", tmp_path / "more", "--max-steps", 4,
+          "--sft-epochs", 0, "--reference", "original", "--resume", "off")  # fmt: skip
+    assert (tmp_path / "more" / "start.pt").exists()
+    assert any(line.get("kl", 0) > 1e-3 for line in lines(tmp_path / "more"))
+    assert load_student(tmp_path / "more" / "model.pt")[1]["spec"]["mlp"] == "int2/g16"
+
+
 def test_a_run_of_sft_only_trains_in_training_mode(train, load_script, tmp_path, monkeypatch):
     """Although a validation in evaluation mode comes before the first update."""
     modes, module = [], load_script("train_musclebob_improved")
@@ -173,12 +206,13 @@ def test_the_scripts_that_read_a_run(run, trained, capsys, monkeypatch, tmp_path
 @pytest.mark.parametrize(
     "flags, part",
     [
-        ("--max-prompt-length 20", "exceeds --max-prompt-length 20"),
+        ("--max-prompt-length 20", "raise --max-prompt-length"),
         ("--sft-only --sft-epochs 0", "leave nothing to train"), ("--learning-rate 0", "--learning-rate 0.0 must"),
         ("--beta 1e30", "--beta 1e+30 must be"), ("--sft-batch-size 9", "--sft-batch-size 9"),
         ("--num-generations 1", "--num-generations 1"), ("--temperature 0", "--temperature 0"),
         ("--loss-type ppo", "--loss-type 'ppo' is not one of grpo, bnpo"),
-        ("--num-samples 1", "--num-samples 1 does not fill"),
+        ("--num-samples 1", "--num-samples 1 does not fill"), ("--quantize int4/g48", "48"),
+        ("--checkpoint absent.pt", "absent.pt: no such file"),
         ("--num-samples 1000000000", "--num-samples 1000000000 needs at least"),
         ("--validation-samples 1000000000", "--validation-samples 1000000000 needs at least"),
         ("--max-completion-length 500", "exceeds the 512 positions"),

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from qat_lora.experiments.musclebob.rewards import about_him, about_others, cohe
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import load_model
 from qat_lora.models.writing import write_model
+from qat_lora.quant.student import StudentSpec, load_student, plain_model, save_student
 from qat_lora.rl.policy import Prompts, log_probs
 from qat_lora.rl.rollout import Sampling
 from qat_lora.rl.sampler import GREEDY, Sampler, own_randomness
@@ -180,11 +182,42 @@ def validation_of(
     }  # fmt: skip
 
 
-def save_once(model: nn.Module, tokenizer, folder: Path) -> None:
-    """Save the model as a Hugging Face folder, unless it exists."""
-    if not folder.exists():
+@dataclass(frozen=True)
+class RunFiles:
+    """The models in a run directory: sft_model/ and model/, as Hugging Face folders. With quantisers each has its
+    student file beside it, e.g. model.pt, and start.pt is the student before training. base: the model before
+    training."""
+
+    NAMES: ClassVar = ("start.pt", "sft_model.pt", "sft_model", "model.pt", "model")
+    folder: Path
+    base: str
+    spec: StudentSpec | None
+    tokenizer: object
+
+    @classmethod
+    def begin(cls, folder: Path, model: nn.Module, *made) -> "RunFiles":
+        """Keep the student before training, unless a resumed run has it already. made: base, spec and tokenizer."""
+        files = cls(folder, *made)
+        if files.spec and not (folder / "start.pt").exists():
+            save_student(folder / "start.pt", model, files.base, files.spec, {})
+        return files
+
+    def start(self, warmed_up: bool) -> nn.Module:
+        """The model before GRPO, in full precision or with its weights as they are served."""
+        if warmed_up:
+            return load_model(str((self.folder / "sft_model").absolute()))
+        return plain_model(load_student(self.folder / "start.pt", self.base)[0]) if self.spec else load_model(self.base)
+
+    def save(self, model: nn.Module, name: str) -> None:
+        """Write a model, unless it exists."""
+        folder = self.folder / name
+        if folder.exists():
+            return
+        if self.spec:  # the weights as the student file stores them
+            save_student(folder.with_suffix(".pt"), model, self.base, self.spec, {"trained": True})
+            model = plain_model(load_student(folder.with_suffix(".pt"), self.base)[0])
         with new_folder(folder) as part:
-            write_model(model, tokenizer, part, folder)
+            write_model(model, self.tokenizer, part, folder)
 
 
 def write_validation(
