@@ -25,13 +25,14 @@ from qat_lora.models.packaged import CHOICES, EMBEDDED
 from qat_lora.run import options as opt
 from qat_lora.run.command_line import check_command_line, run_script
 from qat_lora.run.options import JobConfig
+from qat_lora.train.low_bit import LowBitOptions
 from qat_lora.train.options import BatchOptions
 
 NAME = "train_cot_sft"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TokenOptions, BatchOptions, JobConfig):
+class Config(TokenOptions, LowBitOptions, BatchOptions, JobConfig):
     model: str = opt.model(EMBEDDED, f"instruct model: {CHOICES}", identity="base")
     method: Literal["lora", "rslora", "full"] = opt.model(
         "lora", "which parameters to train: a LoRA adapter, one scaled by alpha/√rank, or the full model"
@@ -41,7 +42,6 @@ class Config(TokenOptions, BatchOptions, JobConfig):
     lora_dropout: float = opt.model(
         0.05, "dropout rate of the adapter's input", at_least=0, below=1, fix="use e.g. 0.05"
     )
-    quantize: str = opt.quantiser("none", "quantiser of the base model, e.g. int4/g32, under the adapter")
     dataset: str = opt.data(
         "generated",
         "data: generated, a local .jsonl or .parquet file, or a hub dataset, e.g. rzeraat/law",
@@ -110,8 +110,8 @@ from qat_lora.models.compiling import set_up_blocks
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import adapter_notes, check_length, weights_fingerprint
 from qat_lora.models.source import PlannedTokenizer, planned_name, speech_files
-from qat_lora.quant.spec import QuantSpec
-from qat_lora.quant.student import base_content, load_base, write_student
+from qat_lora.quant.linear import freeze, quantized_layers
+from qat_lora.quant.student import student_content, write_student
 from qat_lora.rl.rollout import check_answers
 from qat_lora.rl.sampler import GREEDY, Sampler
 from qat_lora.run.console import command, say
@@ -147,7 +147,7 @@ def main(cfg: Config) -> None:
 
 def work(backend: TorchBackend, cfg: Config) -> None:
     """The experiment, as each worker runs it."""
-    cfg, group = prepare(NAME, cfg, backend.group), backend.group
+    cfg, group, spec = prepare(NAME, cfg, backend.group), backend.group, cfg.student_spec()
     workers = planned_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size
     tokenizer = cfg.tokenizer(cfg.model, begun(NAME, cfg, group))
     if cfg.bos == "on":  # else BOS only if the template has it, as in transformers' chat
@@ -160,7 +160,10 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     data = legal_data(rows, tokenizer, cfg.length, weights, cfg.heldout_fraction, cfg.seed, packs(base), cfg.thinks)
     plan = plan_of(cfg, data.train, workers)
     facts = {} if cfg.dry_run else facts_of(cfg, base, data, tokenizer, backend)
-    student = base_content(base, cfg.model, cfg.quantize) if loads else None
+    if loads:
+        cfg.set_scales(base, data.train, backend.precision)
+    keeps = loads and spec and cfg.method != "full"
+    student = student_content(base, cfg.model, spec, {}) if keeps else None
     model = adapted(cfg, base)
     ends = group.on_main(lambda: tuple(end_tokens(model, tokenizer)))  # other workers have no generation config
     sizes = cfg.answer_rows, cfg.max_prompt_length, cfg.max_new_tokens
@@ -184,7 +187,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     figures = evaluation.write(model, cfg.final_answers, run, "final") if cfg.final_answers else {}
     cost = session.cost()
     if backend.is_main:
-        made, gap = write_trained(model, cfg.model, run.path, tokenizer, data.train[0]["tokens"], backend)
+        made, gap = write_trained(model, cfg.model, spec, run.path, tokenizer, data.train[0]["tokens"], backend)
         finish(
             run, figures | cost | {"merged_logit_gap": gap}, made, quality(run, before | figures),
             command("run_legal_assistant", run=run.path, question=QUESTION),
@@ -207,8 +210,6 @@ def fine_tune(model: nn.Module, train: PackedExamples, plan: Plan, session: Sess
 
 # -- the steps -------------------------------------------------------------------------------------------------------
 def check(cfg: Config) -> None:
-    if QuantSpec.alternatives(cfg.quantize) and cfg.method == "full":
-        raise UserError(f"--quantize {cfg.quantize} freezes the base; use --method lora or rslora with it")
     section_weights(cfg.section_weights)
     check_length(cfg.model, cfg.length, mixed=True)
     answer = cfg.max_prompt_length + cfg.max_new_tokens
@@ -238,14 +239,14 @@ def plan_of(cfg: Config, train: Dataset, workers: int) -> Plan:
 def open_base(cfg: Config, backend: TorchBackend, workers: int, loads: bool) -> nn.Module:
     """The model, quantised with --quantize; without values if not `loads`. Checks that it fits in memory, except in a
     dry run, which may plan for another machine; then that it can generate answers."""
-    model = adapted(cfg, load_base(cfg.model, cfg.quantize, False))
+    model = adapted(cfg, cfg.empty_policy())
     if not cfg.dry_run:
         need = least_training_memory(model, cfg.batch_size, cfg.length, backend.bf16)
         what = f"training {sizes_of(model)} on --batch-size {cfg.batch_size} rows of {cfg.length} tokens"
         check_fits(backend, {"--batch-size, --length, or take a smaller model": need}, what, workers)
         need = least_rollout_memory(model, 1, cfg.answer_rows, cfg.max_new_tokens)
         check_fits(backend, {"--answer-rows": need}, f"generating --answer-rows {cfg.answer_rows} answers", workers)
-    base = load_base(cfg.model, cfg.quantize, loads)
+    base = cfg.load_policy() if loads else cfg.empty_policy()
     together = packs(base) if cfg.dry_run else backend.group.on_main(lambda: packs(base))
     set_packs(base, together)  # the other workers have no weights to check it with
     if cfg.eval_answers or cfg.final_answers:
@@ -266,13 +267,15 @@ def facts_of(cfg: Config, base: nn.Module, data: LegalData, tokenizer, backend: 
         **cfg.update_facts(backend.world_size),
         "model files": backend.group.on_main(lambda: speech_files(cfg.model)),
         **template_facts(tokenizer, cfg.chat_template),
+        **cfg.start_facts(),
     }
 
 
 def adapted(cfg: Config, base: nn.Module) -> nn.Module:
-    """The base with a new adapter on every linear layer of its blocks, or with all its weights trainable."""
+    """The base, frozen, with a new adapter on every linear layer of its blocks, or with its own weights trainable."""
     if cfg.method == "full":
-        return base.requires_grad_(True)
+        return base if quantized_layers(base) else base.requires_grad_(True)
+    freeze(base)
     sizes = cfg.lora_r, cfg.lora_alpha
     return add_adapter(base.requires_grad_(False), *sizes, ("all",), cfg.seed, cfg.lora_dropout, cfg.method == "rslora")
 
@@ -320,7 +323,7 @@ def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
         "sections": torch.ones_like(places), "weights": torch.ones(len(places)),
     }  # fmt: skip
     train, heldout = SameRows(1000 * update, **row), SameRows(cfg.batch_size, **row)
-    model, tokenizer = adapted(cfg, load_base(planned_name(cfg.model), cfg.quantize, False)), PlannedTokenizer()
+    model, tokenizer = adapted(cfg, cfg.empty_policy(planned_name(cfg.model))), PlannedTokenizer()
     ends, sizes = tuple(end_tokens(model, tokenizer)), (cfg.answer_rows, cfg.max_prompt_length, cfg.max_new_tokens)
     sampler = Sampler(tokenizer, backend, ends, *sizes)
     backend.place(model)

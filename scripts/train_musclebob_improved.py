@@ -60,10 +60,8 @@ class Config(ChatOptions, LowBitOptions, LoopOptions):
     scale_rewards: Literal[*SCALES] = opt.training(
         "group", "divide advantages by the standard deviation in the group, in the batch, or not at all"
     )
-    beta: float = opt.training(0.02, "weight of the KL to --reference", **opt.WEIGHT)
-    reference: Literal["start", "original"] = opt.training(
-        "start", "model of the KL: start, the model before GRPO, or original, --model in full precision"
-    )
+    beta: float = opt.training(0.02, "weight of the KL to the model of --reference", **opt.WEIGHT)
+    reference: Literal["start", "original"] = opt.training("start", "KL to the model before GRPO, or to --model")
     sft: bool = opt.training(False, "start with supervised fine-tuning (SFT) on good answers")
     sft_only: bool = opt.training(False, "stop after the SFT")
     sft_epochs: int = opt.training(2, "SFT passes over the questions", **opt.UPDATES)
@@ -107,7 +105,7 @@ from qat_lora.data.chat import check_template
 from qat_lora.data.packing import Rows, TextDataset, fingerprint
 from qat_lora.data.templates import template_facts
 from qat_lora.errors import UserError
-from qat_lora.experiments.musclebob.planning import check_sizes, describe, memory_of
+from qat_lora.experiments.musclebob.planning import check_sizes, describe, memory_of, prepared
 from qat_lora.experiments.musclebob.questions import good_answers, heldout_questions, training_questions
 from qat_lora.experiments.musclebob.validation import (
     VALIDATIONS,
@@ -152,15 +150,17 @@ def main(cfg: Config) -> None:
     check_template(tokenizer)
     if not cfg.dry_run:  # a dry run may plan for another machine
         sizes = cfg.batch_size, cfg.num_generations, cfg.max_new_tokens
-        check_sizes(cfg.empty_policy(), *sizes, backend)
+        check_sizes(prepared(cfg.empty_policy()), *sizes, backend)
     spec, length = cfg.student_spec(), cfg.max_prompt_length + cfg.max_new_tokens
     rows = good_answers(cfg.num_samples, cfg.seed, tokenizer, cfg.thinking, length) if spec or has_sft(cfg) else None
-    model = cfg.empty_policy() if cfg.dry_run else cfg.open_policy(rows, backend)
+    model = prepared(cfg.empty_policy() if cfg.dry_run else cfg.load_policy())
     sampler = BobSampler.of(model, tokenizer, backend, cfg.max_prompt_length, cfg.max_new_tokens, cfg.thinks)
     questions = training_questions(cfg.num_samples, cfg.fewshot_ratio if cfg.fewshot else 0.0, cfg.seed)
     prompts = PromptDataset(sampler.encode([question.messages for question in questions]))
     sampler.encode([q.messages for q in heldout_questions()])  # fail now rather than at the first validation
     sft, grpo = sft_plan(cfg) if has_sft(cfg) else None, grpo_plan(cfg, sampler.ends)
+    if not cfg.dry_run:
+        cfg.set_scales(model, rows, backend.precision)
     check_answers(model, backend.static_shapes, not cfg.dry_run)
     say(f"{cfg.model}{f' → {spec}' if spec else ''} on {backend}")
     describe(model, sft, grpo, cfg.max_prompt_length, cfg.gradient_checkpointing, backend)
@@ -310,7 +310,7 @@ def detect_device_type() -> str:
 def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
     """Record the graphs of every phase, for compile_for_tpu.py, and estimate their memory. Only shapes matter: the
     model has no weights, all prompts are zeros, and answers have no text."""
-    model = backend.place(cfg.empty_policy(planned_name(cfg.model)))
+    model = backend.place(prepared(cfg.empty_policy(planned_name(cfg.model))))
     sampler = BobSampler.of(model, PlannedTokenizer(), backend, cfg.max_prompt_length, cfg.max_new_tokens)
 
     def original() -> nn.Module:

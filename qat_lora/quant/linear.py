@@ -320,12 +320,14 @@ def effective_weight(module, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def freeze(module: nn.Module) -> None:
-    """Encode every latent weight below `module` and overwrite it with the quantised weight."""
+    """Encode every latent weight below `module` and overwrite it with the quantised weight; without values, only their
+    places are made."""
     for layer in quantized_layers(module).values():
-        if layer.quantizer.codes is None:
-            layer.quantizer.codes = layer.quantizer.encode(rows_of(layer))
-        # in place: allocating new tensors for all weights would fragment memory
-        rows_of(layer).detach().copy_(layer.quantizer.decode(layer.quantizer.codes))
+        weight, quantizer = rows_of(layer).detach(), layer.quantizer
+        if quantizer.codes is None:
+            quantizer.codes = weight.to(torch.uint8) if weight.is_meta else quantizer.encode(weight)
+        if not weight.is_meta:  # in place: allocating new tensors for all weights would fragment memory
+            weight.copy_(quantizer.decode(quantizer.codes))
         layer.weight.requires_grad_(False)
         layer.quantizer.requires_grad_(False)
 

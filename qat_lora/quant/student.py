@@ -1,6 +1,5 @@
 """The student: a model with quantised linear layers, and the file `best.pt` that stores it in frozen form."""
 
-import dataclasses
 import math
 import zipfile
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from qat_lora.models.identity import short
 from qat_lora.models.loading import empty_model, load_model, model_fingerprint
 from qat_lora.models.source import absolute_name
 from qat_lora.quant.codes import pack_codes, pack_ternary, unpack_codes, unpack_ternary
-from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import (
     Quantizer,
     QuantLinear,
@@ -324,8 +322,7 @@ def empty_student(made: dict) -> nn.Module:
     """A frozen student without storage, from the `model` and `spec` of its file: for a worker that receives the values
     from another, and for the plan of a run."""
     student = quantize(empty_model(made["model"]), StudentSpec(**made["spec"]))
-    for layer in quantized_layers(student).values():
-        layer.quantizer.codes = torch.empty(layer.quantizer.shape, dtype=torch.uint8, device="meta")
+    freeze(student)
     return student.requires_grad_(False)
 
 
@@ -347,27 +344,3 @@ def thaw(student: nn.Module) -> nn.Module:
         layer.quantizer.codes = None
     student.requires_grad_(True)
     return freeze_plain_tables(student)
-
-
-def load_base(name: str, quantizer: str, whole: bool) -> nn.Module:
-    """The model with its linear layers quantised and frozen, unless `quantizer` is "none"; without values if not
-    `whole`."""
-    if not QuantSpec.alternatives(quantizer):
-        return load_model(name) if whole else empty_model(name)
-    spec = base_spec(quantizer)
-    if not whole:
-        return empty_student({"model": name, "spec": dataclasses.asdict(spec)})
-    student = quantize(load_model(name), spec)
-    initialise(student)
-    freeze(student)
-    return student
-
-
-def base_spec(quantizer: str) -> StudentSpec:
-    return StudentSpec(mlp=quantizer, attn=quantizer)
-
-
-def base_content(base: nn.Module, name: str, quantizer: str) -> dict | None:
-    """The student file's content for a quantised base that an adapter is trained on; call it before adding the adapter.
-    None for a base in full precision."""
-    return student_content(base, name, base_spec(quantizer), {}) if quantized_layers(base) else None

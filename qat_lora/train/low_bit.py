@@ -15,10 +15,9 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import Dataset
 
-    from qat_lora.backend import TorchBackend
     from qat_lora.quant.student import StudentSpec
 
-ROWS, BATCH = 32, 4  # of the training text, for the start
+TOKENS, BATCH = 8192, 4  # of the training rows, for the start; rows that are read at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,31 +45,37 @@ class LowBitOptions:
 
     def empty_policy(self, name: str | None = None) -> nn.Module:
         """The model without values. name: of a model, by default --model."""
-        from qat_lora.kernels.norms import norms_in_one_step
         from qat_lora.models.loading import empty_model
-        from qat_lora.quant.student import freeze_plain_tables, quantize
+        from qat_lora.quant.student import quantize
 
         model, spec = empty_model(name or self.model), self.student_spec()
-        return quantize(model, spec) if spec else norms_in_one_step(freeze_plain_tables(model))
+        return quantize(model, spec) if spec else model
 
-    def open_policy(self, rows: Dataset | None, backend: TorchBackend) -> nn.Module:
-        """The model, whose embedding and LM head are not trained, on the CPU. rows: its training text, from which the
-        scales are computed; unused in full precision."""
-        from qat_lora.data.batches import first_batches
-        from qat_lora.kernels.norms import norms_in_one_step
+    def load_policy(self) -> nn.Module:
+        """The model on the CPU. Unless it is a student whose scales are set, it is rounded to nearest until
+        `set_scales`."""
         from qat_lora.models.loading import load_model
-        from qat_lora.quant.calibration import calibrate, load_start
-        from qat_lora.quant.student import freeze_plain_tables
+        from qat_lora.quant.calibration import load_start
+        from qat_lora.quant.init import initialise
 
         spec = self.student_spec()
         if spec is None:
-            return norms_in_one_step(freeze_plain_tables(load_model(self.model)))
+            return load_model(self.model)
         student, has_scales = load_start(self.checkpoint, self.model, spec, self.init == "gptq")
         if not has_scales:
-            calibrate(
-                student, self.init, first_batches(rows, ROWS, min(BATCH, len(rows)), self.seed), backend.precision
-            )
+            initialise(student, search=False)
         return student
+
+    def set_scales(self, student: nn.Module, rows: Dataset, precision: str) -> None:
+        """Compute the scales of a student on the CPU, by --init, from the tokens of its training rows."""
+        from qat_lora.data.batches import first_batches
+        from qat_lora.quant.calibration import calibrate
+        from qat_lora.quant.student import StudentSpec, read_student
+
+        same = self.checkpoint and StudentSpec(**read_student(self.checkpoint, self.model)["spec"])
+        if self.student_spec() not in (None, same):
+            count = max(1, min(len(rows), TOKENS // len(rows[0]["tokens"])))
+            calibrate(student, self.init, first_batches(rows, count, min(BATCH, count), self.seed), precision)
 
     def start_facts(self) -> dict:
         """For the manifest: the quantisers and the checksum of the student that a run starts from."""

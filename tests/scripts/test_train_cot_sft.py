@@ -15,7 +15,8 @@ from small import CPU
 from qat_lora.errors import UserError
 from qat_lora.experiments.legal.rules import generate
 from qat_lora.lora.adapter import load_adapter
-from qat_lora.models.loading import load_model
+from qat_lora.models.loading import load_model, plain_state
+from qat_lora.quant.linear import quantized_layers
 from qat_lora.quant.student import load_student
 
 SMALL = "--count 60 --length 512 --batch-size 4 --accumulation-steps 2 --epochs 1 --lora-r 4 --eval-every 3 "
@@ -145,6 +146,21 @@ def test_a_quantised_base_is_kept_and_its_adapter_is_bound_to_it(train, tmp_path
         load_adapter(load_model(str(folder / "model")), folder / "adapter")
 
 
+@pytest.mark.parametrize("init", ["gptq", "mse"])
+def test_full_training_in_low_bits_writes_the_student_and_the_same_model(train, tmp_path, init):
+    folder = tmp_path / "run"
+    flags = ["--quantize", "int4/g32", "--method", "full", "--init", init, "--learning-rate", 1e-2, *SHORT]
+    train("--output-dir", folder, *flags)
+    student, made = load_student(folder / "student.pt")
+    assert made["spec"]["mlp"] == made["spec"]["attn"] == "int4/g32" and not (folder / "base.pt").exists()
+    whole, own = load_model(str(folder / "model")).state_dict(), plain_state(student)
+    assert all(torch.equal(whole[name], value) for name, value in own.items())
+    train("--output-dir", tmp_path / "more", "--checkpoint", folder / "student.pt", *SHORT)
+    base = load_student(tmp_path / "more" / "base.pt")[0]
+    codes, before = ({n: m.quantizer.codes for n, m in quantized_layers(s).items()} for s in (base, student))
+    assert all(torch.equal(code, before[name]) for name, code in codes.items()), "an adapter on the trained codes"
+
+
 def test_a_file_with_the_same_columns_works_like_generated_data(train, tmp_path, trained):
     rows = list(generate(60, 0))
     rows[7] = rows[7] | {"question": rows[3]["question"]}  # a duplicate
@@ -199,7 +215,7 @@ def test_wandb_names_the_project(train, tmp_path, monkeypatch):
     "flags, part",
     [
         ("--method qlora", "'qlora' is not one of lora, rslora, full"), ("--lora-r 0", "--lora-r 0 must be at least 1"),
-        ("--quantize int4/g32 --method full", "freezes the base"), ("--quantize int9", "int9"),
+        ("--checkpoint absent.pt", "absent.pt: no such file"), ("--quantize int9", "int9"),
         ("--section-weights verdict=2", "'verdict=2' is not NAME=WEIGHT"),
         ("--section-weights answer=-1", "'answer=-1'"), ("--length 513", "exceeds the 512 positions"),
         ("--accumulation-steps 100", "an update of 400 rows"), ("--dataset-split test", "--dataset-split test needs"),

@@ -9,24 +9,35 @@ from qat_lora.backend import TorchBackend
 from qat_lora.lora.adapter import adapter_values, save_adapter
 from qat_lora.lora.merge import merged
 from qat_lora.models.writing import write_model
+from qat_lora.quant.student import StudentSpec, load_student, plain_model, save_student
 from qat_lora.run.console import say
 from qat_lora.run.files import new_folder, sha256
 
 
 def write_trained(
-    model: nn.Module, name: str, folder: Path, tokenizer, tokens: Tensor, backend: TorchBackend
-) -> tuple[dict[str, Path | None], float | None]:
-    """Write adapter/ if the model has an adapter, and model/ in the format that transformers loads, replacing anything
-    that an earlier process left there. Returns {what: path}, and the largest difference between their logits on
-    `tokens`, see `lora.merge.merged`.
+    model: nn.Module, name: str, spec: StudentSpec | None, folder: Path, tokenizer, tokens: Tensor,
+    backend: TorchBackend,
+) -> tuple[dict[str, Path | None], float | None]:  # fmt: skip
+    """Write adapter/ if the model has an adapter, student.pt if its quantised weights were trained, and model/ in the
+    format that transformers loads, replacing anything that an earlier process left there. Returns {what: path}, and the
+    largest difference between the logits of adapter and model on `tokens`, see `lora.merge.merged`.
 
-    name: the model before training. folder: the run directory; its base.pt is the quantised base, if there is one.
+    name: the model before training. spec: its quantisers. folder: the run directory; its base.pt is the quantised base
+    of an adapter.
     """
-    checkpoint = folder / "base.pt" if (folder / "base.pt").exists() else None
-    adapter, whole = folder / "adapter" if adapter_values(model) else None, folder / "model"
-    if adapter:
-        save_adapter(model, adapter, sha256(checkpoint) if checkpoint else None)
-    trained, gap = merged(model, name, checkpoint, adapter, tokens, backend)
+    adapter, student, gap = None, None, None
+    whole = folder / "model"
+    if spec and not adapter_values(model):
+        student = folder / "student.pt"
+        save_student(student, model, name, spec, {"trained": True})
+        model.to("meta")  # frees its memory
+        trained = plain_model(load_student(student, name)[0])
+    else:
+        checkpoint = folder / "base.pt" if spec else None
+        adapter = folder / "adapter" if adapter_values(model) else None
+        if adapter:
+            save_adapter(model, adapter, sha256(checkpoint) if checkpoint else None)
+        trained, gap = merged(model, name, checkpoint, adapter, tokens, backend)
     if whole.is_file():
         whole.unlink()
     shutil.rmtree(whole, ignore_errors=True)
@@ -34,4 +45,4 @@ def write_trained(
         write_model(trained, tokenizer, part, whole)
     if gap is not None:
         say(f"adapter and merged model differ by {gap:.1e} in a logit")
-    return {"adapter": adapter, "model": whole}, gap
+    return {"adapter": adapter, "student": student, "model": whole}, gap

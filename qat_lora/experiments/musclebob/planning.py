@@ -6,6 +6,8 @@ from torch import nn
 
 from qat_lora.backend import TorchBackend
 from qat_lora.experiments.musclebob.validation import ROWS
+from qat_lora.kernels.norms import norms_in_one_step
+from qat_lora.quant.student import freeze_plain_tables
 from qat_lora.rl.grpo import GRPOPlan
 from qat_lora.run.console import say
 from qat_lora.train.language_memory import (
@@ -20,6 +22,11 @@ from qat_lora.train.loop import Plan
 from qat_lora.train.memory import Parts, check_fits, memory_line
 
 HUGEPAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def prepared(model: nn.Module) -> nn.Module:
+    """A policy whose embedding and LM head are not trained."""
+    return norms_in_one_step(freeze_plain_tables(model))
 
 
 def check_sizes(model: nn.Module, prompts: int, group: int, length: int, backend: TorchBackend) -> None:
