@@ -6,6 +6,7 @@ Methods import what they need, so that --help does not wait for torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -38,9 +39,9 @@ class LowBitOptions:
     def student_spec(self) -> StudentSpec | None:
         """The quantisers; None in full precision. Raises UserError unless --checkpoint was made from --model."""
         from qat_lora.quant.spec import QuantSpec
-        from qat_lora.quant.student import StudentSpec, read_student
+        from qat_lora.quant.student import StudentSpec
 
-        made = StudentSpec(**read_student(self.checkpoint, self.model)["spec"]) if self.checkpoint else None
+        made = _spec_of(self.checkpoint, self.model) if self.checkpoint else None
         return StudentSpec(self.quantize, self.quantize) if QuantSpec.alternatives(self.quantize) else made
 
     def empty_policy(self, name: str | None = None) -> nn.Module:
@@ -70,10 +71,8 @@ class LowBitOptions:
         """Compute the scales of a student on the CPU, by --init, from the tokens of its training rows."""
         from qat_lora.data.batches import first_batches
         from qat_lora.quant.calibration import calibrate
-        from qat_lora.quant.student import StudentSpec, read_student
 
-        same = self.checkpoint and StudentSpec(**read_student(self.checkpoint, self.model)["spec"])
-        if self.student_spec() not in (None, same):
+        if self.student_spec() not in (None, self.checkpoint and _spec_of(self.checkpoint, self.model)):
             count = max(1, min(len(rows), TOKENS // len(rows[0]["tokens"])))
             calibrate(student, self.init, first_batches(rows, count, min(BATCH, count), self.seed), precision)
 
@@ -84,3 +83,11 @@ class LowBitOptions:
         spec = self.student_spec()
         found = {"student": str(spec)} if spec else {}
         return found | ({"start": sha256(Path(self.checkpoint))} if self.checkpoint else {})
+
+
+@cache
+def _spec_of(checkpoint: str, model: str) -> StudentSpec:
+    """The quantisers of a student file, which must have been made from the model."""
+    from qat_lora.quant.student import StudentSpec, read_student
+
+    return StudentSpec(**read_student(checkpoint, model)["spec"])
