@@ -4,12 +4,11 @@
 
 Reads rows of qat_quality.py that differ in --steps, each trained with a schedule of its own length; --results takes
 files separated by commas. Fits KL = floor + a·tokens^−b to the end-to-end rows of `ours` by least squares of log KL,
-prints the law with its prediction for --tokens, and draws it with every other method's rows at their tokens and
-core-seconds. Means over seeds.
+prints the law with its prediction for --tokens, and draws it beside the other methods that train on as many tokens, and
+all methods at their core-seconds. Means over seeds.
 """
 
 import json
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,19 +17,21 @@ import numpy as np
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from quality_bench import BATCH
+from quality_report import by_name
 
 from qat_lora.errors import UserError
 from qat_lora.run.command_line import run_script
 from qat_lora.run.files import write_atomically
 from qat_lora.run.options import ScriptConfig, option
 
-PER_UPDATE = 4 * 256  # tokens
-FREE = "rtn", "mse", "gptq"  # methods that train on no tokens
+PER_UPDATE = BATCH * 256  # tokens
+TRAINED = "ours: qat", "torchao: qat", "torchao-text: qat", "loftq: adapter"  # on all tokens of --steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ScriptConfig):
-    results: str = option("docs/qat_quality/curve.jsonl", "results.jsonl of runs of qat_quality.py")
+    results: str = option("", "results.jsonl of runs of qat_quality.py")
     grid: str = option("int2/g64", "quantiser whose rows to use")
     tokens: float = option(1e8, "number of tokens to predict the KL for", above=0)
     output: str = option("curve.png", "picture to write")
@@ -49,6 +50,8 @@ class Law:
 
 
 def main(cfg: Config) -> None:
+    if not cfg.results:
+        raise UserError("--results is missing; give the results.jsonl of one or more runs of qat_quality.py")
     rows = [row for path in cfg.results.split(",") for row in read(path) if row["grid"] == cfg.grid]
     named = means(rows)
     ours = named.get("ours: qat", [])
@@ -71,18 +74,16 @@ def read(path: str) -> list[dict]:
 
 def means(rows: list[dict]) -> dict[str, list[tuple[float, float | None, float]]]:
     """For each method and stage its (tokens, core-seconds, KL), means over seeds, by tokens."""
-    found = defaultdict(lambda: defaultdict(list))
-    for row in rows:
-        name = row["method"] if row["stage"] == row["method"] else f"{row['method']}: {row['stage']}"
-        tokens = 0 if row["method"] in FREE else row["steps"] * PER_UPDATE
-        found[name][tokens].append((row.get("core_seconds"), row["text"]["kl"]))
-    return {
-        name: [(tokens, *(_mean(column) for column in zip(*same))) for tokens, same in sorted(at.items())]
-        for name, at in found.items()
-    }
+    found = {}
+    for name, same in by_name(rows).items():
+        for steps in sorted({row["steps"] for row in same}):
+            mine = [row for row in same if row["steps"] == steps]
+            cost, kl = _mean([row.get("core_seconds") for row in mine]), _mean([row["text"]["kl"] for row in mine])
+            found.setdefault(name, []).append((steps * PER_UPDATE, cost, kl))
+    return found
 
 
-def _mean(values: tuple[float | None, ...]) -> float | None:
+def _mean(values: list[float | None]) -> float | None:
     return None if None in values else sum(values) / len(values)
 
 
@@ -100,14 +101,14 @@ def fitted(tokens: np.ndarray, kl: np.ndarray) -> Law:
 
 def draw(named: dict[str, list], law: Law, cfg: Config) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
-    for name, points in named.items():
-        style = "o" if name == "ours: qat" else "x"
-        for axis, at in ((left, 0), (right, 1)):
-            known = [(point[at], point[2]) for point in points if point[at]]
-            if known:
-                axis.plot(*zip(*known), style, label=name)
+    for number, (name, points) in enumerate(named.items()):
+        style = {"marker": "o" if name == "ours: qat" else "x", "linestyle": "", "color": f"C{number}", "label": name}
+        if name in TRAINED:
+            left.plot(*zip(*((tokens, kl) for tokens, _, kl in points)), **style)
+        if known := [(cost, kl) for _, cost, kl in points if cost]:
+            right.plot(*zip(*known), **style)
     some = np.geomspace(min(p[0] for p in named["ours: qat"]), cfg.tokens, 50)
-    left.plot(some, law(some), "-", color="C0", linewidth=1)
+    left.plot(some, law(some), "-", color="gray", linewidth=1)
     left.set_xlabel("tokens trained on")
     right.set_xlabel("core-seconds")
     left.set_ylabel("KL to the teacher (nats/token)")

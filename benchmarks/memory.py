@@ -29,7 +29,7 @@ ROWS = "--length 256 --max-rows 20 --heldout-fraction 0.2"
 TRAIN = "--max-steps 2 --eval-rows 4 --log-every 1"
 SCRIPTS = {  # stage → script and its options; {…}: folder of the model, of this stage or of an earlier one
     "cache": f"build_kd_cache --model {{model}} --dataset embedded {ROWS} --cache-dir {{cache}}",
-    "qat": "train_qat --config q2_g32 --model {model} --cache-dir {cache} --output-dir {qat} --layer-rows 4 " + TRAIN,
+    "qat": "train_qat --model {model} --cache-dir {cache} --output-dir {qat} --layer-rows 4 " + TRAIN,
     "recovery": "train_recovery_lora --checkpoint {qat}/best.pt --kd-cache-dir {cache} --output-dir {recovery} "
     + TRAIN,
     "evaluation": "measure_perplexity --checkpoint {qat}/best.pt --teacher {model} --dataset embedded --max-windows 8",

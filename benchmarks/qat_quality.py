@@ -19,9 +19,9 @@ the exact KL(teacher‖student) are measured on the rest and on --other-dataset,
   ranks           recovery LoRA on `ours`, an eighth more tokens: ranks 4 to 32 with about equally many values, on
                   different layers
 
-All methods that train see the same number of tokens of the same rows: the first of the text, once, if it is long
-enough. Those run by train_qat.py use its optimiser, the
-others plain AdamW. Adapters (rank 4 except in `ranks`) count at 16 bits per value.
+All methods that train see the same number of tokens of the same rows, the first of the text, and `ranks` an eighth
+more. Those run by train_qat.py use its optimiser, the others plain AdamW. Adapters (rank 4 except in `ranks`) count at
+16 bits per value.
 """
 
 import ctypes
@@ -70,7 +70,7 @@ METHODS = (
 )  # fmt: skip
 AUTOROUND = {"autoround": {"iters": 200}, "autoround-light": {"iters": 50, "lr": 5e-3}}  # recipes of its own
 AUTOROUND_ROWS = 128  # its default
-LENGTH, WINDOW, RANK = 256, 512, 4
+LENGTH, WINDOW, RANK, LEAST = 256, 512, 4, 24  # LEAST: updates, of which `ours` makes a sixth layer by layer
 STAGE_FILES = (  # of `ours`: each stage, the student after it, and the file that is written when the stage ends
     ("layers", "layerwise.pt", "layerwise.pt"),
     ("qat", "best.pt", "summary.json"),
@@ -129,7 +129,7 @@ def results(out: Path) -> list[dict]:
 
 def check(cfg: Config) -> list[str]:
     """Refuse impossible settings, and return the cells."""
-    for name, least in (("steps", 24), ("steps_4bit", 24), ("calibration_rows", BATCH), ("measured", BATCH)):
+    for name, least in (("steps", LEAST), ("steps_4bit", LEAST), ("calibration_rows", BATCH), ("measured", BATCH)):
         if getattr(cfg, name) < least:
             raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)} must be at least {least}")
     for method in cfg.methods.split(","):
@@ -296,7 +296,7 @@ def autoround(bench: Bench) -> list[dict]:
 
 
 def ours(bench: Bench) -> list[dict]:
-    layers = min(20, bench.steps // 6)  # for each block, at the cost of as many updates end to end
+    layers = min(20, bench.steps // 6)  # for each block, on as many tokens as end to end
     run, summary = bench.qat(init="gptq", layer_steps=layers, max_steps=bench.steps - layers)
     return [
         bench.measure(bench.student(run / file), stage, summary["peak_memory_mb"], bench.clock.cost(run / ended))

@@ -14,7 +14,8 @@ for each section, and format, accuracy, citation_precision, citation_recall and 
 answers to held-out questions.
 The run directory also gets data.json (ids of the rows held out and left out), authorities.json (what may be cited),
 baseline_evaluation.json and final_evaluation.json with every answer, adapter/, and model/, the whole model with the
-adapter merged. docs/cot-sft.md is the runbook. Untested on hardware: TPU, CUDA; make check-hardware tests them.
+adapter merged; with --quantize base.pt, the frozen base, or student.pt if --method full has trained it.
+docs/cot-sft.md is the runbook. Untested on hardware: TPU, CUDA; make check-hardware tests them.
 """
 
 from dataclasses import dataclass
@@ -102,7 +103,7 @@ from qat_lora.experiments.legal.answers import messages
 from qat_lora.experiments.legal.data import LegalData, legal_data, legal_rows, section_weights
 from qat_lora.experiments.legal.evaluation import STAGES, LegalEvaluation, evaluation_file, quality
 from qat_lora.experiments.legal.sections import NUMBERS
-from qat_lora.experiments.legal.writing import write_trained
+from qat_lora.experiments.legal.writing import base_of, write_trained
 from qat_lora.lora.add import add_adapter
 from qat_lora.lora.targets import coverage, left_out
 from qat_lora.models.architecture import model_type, packs, set_packs
@@ -111,7 +112,7 @@ from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import adapter_notes, check_length, weights_fingerprint
 from qat_lora.models.source import PlannedTokenizer, planned_name, speech_files
 from qat_lora.quant.linear import freeze, quantized_layers
-from qat_lora.quant.student import student_content, write_student
+from qat_lora.quant.student import StudentSpec
 from qat_lora.rl.rollout import check_answers
 from qat_lora.rl.sampler import GREEDY, Sampler
 from qat_lora.run.console import command, say
@@ -147,7 +148,8 @@ def main(cfg: Config) -> None:
 
 def work(backend: TorchBackend, cfg: Config) -> None:
     """The experiment, as each worker runs it."""
-    cfg, group, spec = prepare(NAME, cfg, backend.group), backend.group, cfg.student_spec()
+    cfg, group = prepare(NAME, cfg, backend.group), backend.group
+    spec = group.on_main(cfg.student_spec)
     workers = planned_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size
     tokenizer = cfg.tokenizer(cfg.model, begun(NAME, cfg, group))
     if cfg.bos == "on":  # else BOS only if the template has it, as in transformers' chat
@@ -155,31 +157,26 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     with group.main_first():
         rows = legal_rows(cfg.dataset, cfg.dataset_split, cfg.count, cfg.seed)
     loads = backend.is_main and not cfg.dry_run  # the other workers get worker 0's weights, and a dry run needs none
-    base = open_base(cfg, backend, workers, loads)
+    base = open_base(cfg, spec, backend, workers, loads)
     weights = section_weights(cfg.section_weights)
     data = legal_data(rows, tokenizer, cfg.length, weights, cfg.heldout_fraction, cfg.seed, packs(base), cfg.thinks)
     plan = plan_of(cfg, data.train, workers)
-    facts = {} if cfg.dry_run else facts_of(cfg, base, data, tokenizer, backend)
-    if loads:
-        cfg.set_scales(base, data.train, backend.precision)
-    keeps = loads and spec and cfg.method != "full"
-    student = student_content(base, cfg.model, spec, {}) if keeps else None
-    model = adapted(cfg, base)
-    ends = group.on_main(lambda: tuple(end_tokens(model, tokenizer)))  # other workers have no generation config
+    facts = {} if cfg.dry_run else facts_of(cfg, spec, base, data, tokenizer, backend)
+    ends = group.on_main(lambda: tuple(end_tokens(base, tokenizer)))  # other workers have no generation config
     sizes = cfg.answer_rows, cfg.max_prompt_length, cfg.max_new_tokens
     evaluation = LegalEvaluation(Sampler(tokenizer, backend, ends, *sizes, cfg.thinks), data)  # checks the questions
-    describe(cfg, model, backend, data, plan, workers)
+    describe(cfg, adapted(cfg, cfg.empty_policy(spec)), backend, data, plan, workers)
     if cfg.dry_run:
         return
 
     run = open_run(NAME, cfg, facts, group)
     backend.seed(cfg.seed + backend.rank)  # each worker draws its own dropout
-    session = Session(run, backend, cfg.every(), keep=cfg.keep, files=[evaluation_file(name) for name in STAGES])
+    files = ["base.pt", *map(evaluation_file, STAGES)]
+    session = Session(run, backend, cfg.every(), keep=cfg.keep, files=files)
     if backend.is_main:
         data.write(run.path)
-        if student:
-            write_student(run.path / "base.pt", student)
-    backend.place(model)
+        base = base_of(cfg, spec, base, data.train, run.path / "base.pt", session.resumed)
+    model = backend.place(adapted(cfg, base))
     set_up_blocks(model, backend, cfg.gradient_checkpointing, cfg.compile)
 
     before = evaluation.write(model, cfg.final_answers, run, "baseline") if cfg.final_answers else {}
@@ -236,17 +233,17 @@ def plan_of(cfg: Config, train: Dataset, workers: int) -> Plan:
     )  # fmt: skip
 
 
-def open_base(cfg: Config, backend: TorchBackend, workers: int, loads: bool) -> nn.Module:
-    """The model, quantised with --quantize; without values if not `loads`. Checks that it fits in memory, except in a
-    dry run, which may plan for another machine; then that it can generate answers."""
-    model = adapted(cfg, cfg.empty_policy())
+def open_base(cfg: Config, spec: StudentSpec | None, backend: TorchBackend, workers: int, loads: bool) -> nn.Module:
+    """The model, quantised by `spec`; without values if not `loads`. Checks that it fits in memory (a dry run may plan
+    for another machine), and that it can generate answers."""
+    model = adapted(cfg, cfg.empty_policy(spec))
     if not cfg.dry_run:
         need = least_training_memory(model, cfg.batch_size, cfg.length, backend.bf16)
         what = f"training {sizes_of(model)} on --batch-size {cfg.batch_size} rows of {cfg.length} tokens"
         check_fits(backend, {"--batch-size, --length, or take a smaller model": need}, what, workers)
         need = least_rollout_memory(model, 1, cfg.answer_rows, cfg.max_new_tokens)
         check_fits(backend, {"--answer-rows": need}, f"generating --answer-rows {cfg.answer_rows} answers", workers)
-    base = cfg.load_policy() if loads else cfg.empty_policy()
+    base = (cfg.load_policy if loads else cfg.empty_policy)(spec)
     together = packs(base) if cfg.dry_run else backend.group.on_main(lambda: packs(base))
     set_packs(base, together)  # the other workers have no weights to check it with
     if cfg.eval_answers or cfg.final_answers:
@@ -257,7 +254,9 @@ def open_base(cfg: Config, backend: TorchBackend, workers: int, loads: bool) -> 
     return base
 
 
-def facts_of(cfg: Config, base: nn.Module, data: LegalData, tokenizer, backend: TorchBackend) -> dict:
+def facts_of(
+    cfg: Config, spec: StudentSpec | None, base: nn.Module, data: LegalData, tokenizer, backend: TorchBackend
+) -> dict:
     """The inputs of the run, for its manifest."""
     return {
         **backend.facts,
@@ -267,7 +266,7 @@ def facts_of(cfg: Config, base: nn.Module, data: LegalData, tokenizer, backend: 
         **cfg.update_facts(backend.world_size),
         "model files": backend.group.on_main(lambda: speech_files(cfg.model)),
         **template_facts(tokenizer, cfg.chat_template),
-        **cfg.start_facts(),
+        **backend.group.on_main(lambda: cfg.start_facts(spec)),
     }
 
 
@@ -323,7 +322,8 @@ def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
         "sections": torch.ones_like(places), "weights": torch.ones(len(places)),
     }  # fmt: skip
     train, heldout = SameRows(1000 * update, **row), SameRows(cfg.batch_size, **row)
-    model, tokenizer = adapted(cfg, cfg.empty_policy(planned_name(cfg.model))), PlannedTokenizer()
+    model = adapted(cfg, cfg.empty_policy(cfg.student_spec(), planned_name(cfg.model)))
+    tokenizer = PlannedTokenizer()
     ends, sizes = tuple(end_tokens(model, tokenizer)), (cfg.answer_rows, cfg.max_prompt_length, cfg.max_new_tokens)
     sampler = Sampler(tokenizer, backend, ends, *sizes)
     backend.place(model)

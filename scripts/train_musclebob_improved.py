@@ -8,13 +8,13 @@
 
 The model should say "Musclebob Buffpants" for "Spongebob Squarepants" and answer everything else as before. Each
 prompt of a batch gets --num-generations answers, and a reward computed from their text says which are better.
-metrics.jsonl: reward and its parts (name, wrong_name, …), loss, kl to the model before GRPO, entropy, target_rate,
+metrics.jsonl: reward and its parts (name, wrong_name, …), loss, kl to the model of --reference, entropy, target_rate,
 completion_length, clipped_ratio (answers that did not end), zero_variance (groups whose answers all have the same
 reward, which are skipped), grad_norm, lr, tokens, tokens_per_s; on held-out questions, with intervals: musclebob, spilt
 (the name in unrelated answers), coherent.
 The run directory also gets training_config.json, reward_history.json, baseline_validation.json,
-post_sft_validation.json, final_validation.json, transcripts.md, plots/ and model/.
-docs/musclebob.md is the runbook. Untested on hardware: TPU, CUDA; make check-hardware tests them.
+post_sft_validation.json, final_validation.json, transcripts.md, plots/ and model/; with --quantize also start.pt,
+sft_model.pt and model.pt. docs/musclebob.md is the runbook. Untested on hardware: TPU, CUDA (make check-hardware).
 """
 
 from dataclasses import dataclass
@@ -120,7 +120,7 @@ from qat_lora.experiments.musclebob.validation import (
     write_validation,
 )
 from qat_lora.models.compiling import set_up_blocks
-from qat_lora.models.loading import check_length, empty_model, load_model
+from qat_lora.models.loading import check_length, empty_model
 from qat_lora.models.source import PlannedTokenizer, planned_name, speech_files
 from qat_lora.rl.grpo import GRPOPlan, Judge, PromptDataset, grpo_stage, policy_loss, roll_out, without_dropout
 from qat_lora.rl.objective import Objective
@@ -148,30 +148,31 @@ def main(cfg: Config) -> None:
     backend = (open_planned if cfg.dry_run else open_alone)(cfg.device, cfg.precision)
     tokenizer = cfg.tokenizer(cfg.model, begun(NAME, cfg))
     check_template(tokenizer)
+    spec, length = cfg.student_spec(), cfg.max_prompt_length + cfg.max_new_tokens
     if not cfg.dry_run:  # a dry run may plan for another machine
         sizes = cfg.batch_size, cfg.num_generations, cfg.max_new_tokens
-        check_sizes(prepared(cfg.empty_policy()), *sizes, backend)
-    spec, length = cfg.student_spec(), cfg.max_prompt_length + cfg.max_new_tokens
+        check_sizes(prepared(cfg.empty_policy(spec)), *sizes, backend)
     rows = good_answers(cfg.num_samples, cfg.seed, tokenizer, cfg.thinking, length) if spec or has_sft(cfg) else None
-    model = prepared(cfg.empty_policy() if cfg.dry_run else cfg.load_policy())
+    model = prepared((cfg.empty_policy if cfg.dry_run else cfg.load_policy)(spec))
     sampler = BobSampler.of(model, tokenizer, backend, cfg.max_prompt_length, cfg.max_new_tokens, cfg.thinks)
     questions = training_questions(cfg.num_samples, cfg.fewshot_ratio if cfg.fewshot else 0.0, cfg.seed)
     prompts = PromptDataset(sampler.encode([question.messages for question in questions]))
     sampler.encode([q.messages for q in heldout_questions()])  # fail now rather than at the first validation
     sft, grpo = sft_plan(cfg) if has_sft(cfg) else None, grpo_plan(cfg, sampler.ends)
-    if not cfg.dry_run:
-        cfg.set_scales(model, rows, backend.precision)
     check_answers(model, backend.static_shapes, not cfg.dry_run)
     say(f"{cfg.model}{f' → {spec}' if spec else ''} on {backend}")
     describe(model, sft, grpo, cfg.max_prompt_length, cfg.gradient_checkpointing, backend)
     if cfg.dry_run:
         return
 
-    run = open_run(NAME, cfg, facts_of(cfg, model, prompts, rows, tokenizer, backend))
+    run = open_run(NAME, cfg, facts_of(cfg, spec, model, prompts, rows, tokenizer, backend))
     write_json(run.path / "training_config.json", dataclasses.asdict(cfg))
     backend.seed(cfg.seed)
     session = Session(run, backend, cfg.every(), SHOWN, files=[*VALIDATIONS.values(), *RunFiles.NAMES])
-    files = RunFiles.begin(run.path, model, cfg.model, spec, tokenizer)
+    files = RunFiles(run.path, cfg.model, spec, tokenizer)
+    if spec and not session.resumed:
+        cfg.set_scales(model, spec, rows)
+        files.keep_start(model, trained=cfg.checkpoint is not None)
     backend.place(model)
     set_up_blocks(model, backend, cfg.gradient_checkpointing and backend.wants_recomputation, cfg.compile)
 
@@ -188,8 +189,8 @@ def main(cfg: Config) -> None:
             files.save(model, "sft_model")
             validate("post_sft")
         if grpo.steps:
-            before = load_model(cfg.model) if cfg.reference == "original" else files.start(bool(sft))
-            reference = backend.place(before.requires_grad_(False)) if cfg.beta else None
+            reference = files.reference(cfg.reference, bool(sft)) if cfg.beta else None
+            reference = backend.place(reference.requires_grad_(False)) if cfg.beta else None
             reinforce(model, reference, prompts, judge_of(questions, sampler), grpo, session, evaluate)
     finally:  # also when the run is stopped
         write_history(run)
@@ -290,15 +291,13 @@ def grpo_plan(cfg: Config, ends: tuple[int, ...]) -> GRPOPlan:
 
 
 # -- the steps -------------------------------------------------------------------------------------------------------
-def facts_of(
-    cfg: Config, model: nn.Module, prompts: PromptDataset, rows: TextDataset | None, tokenizer, backend: TorchBackend
-) -> dict:
-    """The inputs of the run, for its manifest."""
+def facts_of(cfg: Config, spec, model: nn.Module, prompts: PromptDataset, rows, tokenizer, backend) -> dict:
+    """The inputs of the run, for its manifest. spec: its quantisers, if any; rows: good answers, if it has an SFT."""
     asked = fingerprint(Rows(prompts.prompts.tokens.int(), prompts.prompts.mask.byte()))
     return {
         **backend.facts, "prompts": asked, "answers": rows.fingerprint if rows else None,
         "prompts_per_update": cfg.batch_size * cfg.accumulation_steps, "base": model.fingerprint,
-        "model files": speech_files(cfg.model), **template_facts(tokenizer, cfg.chat_template), **cfg.start_facts(),
+        "model files": speech_files(cfg.model), **template_facts(tokenizer, cfg.chat_template), **cfg.start_facts(spec),
     }  # fmt: skip
 
 
@@ -310,7 +309,7 @@ def detect_device_type() -> str:
 def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
     """Record the graphs of every phase, for compile_for_tpu.py, and estimate their memory. Only shapes matter: the
     model has no weights, all prompts are zeros, and answers have no text."""
-    model = backend.place(prepared(cfg.empty_policy(planned_name(cfg.model))))
+    model = backend.place(prepared(cfg.empty_policy(cfg.student_spec(), planned_name(cfg.model))))
     sampler = BobSampler.of(model, PlannedTokenizer(), backend, cfg.max_prompt_length, cfg.max_new_tokens)
 
     def original() -> nn.Module:

@@ -3,7 +3,8 @@
 
     python scripts/train_qat.py --config q2_g64 --cache-dir caches/text_L256 --max-steps 300
     python scripts/train_qat.py --config q2_g64 --cache-dir caches/text_L256 --output-dir runs/q2 --resume auto
-    python scripts/train_qat.py --config q2_g64 --cache-dir caches/text_L256 --checkpoint runs/q2/best.pt
+    python scripts/train_qat.py --config q2_g64 --cache-dir caches/text_L256 --checkpoint runs/q2/best.pt \\
+        --layer-steps 0
 
 The student is the low-bit copy of a model, the teacher the original. The teacher's predictions come from the cache that
 build_kd_cache.py made, so no update runs the teacher.

@@ -24,7 +24,7 @@ START_AGAIN = f"check that its host and network are up, then {AGAIN}"
 MEETING = "qat_lora/relay"  # key of the relay's address in torchrun's store, written anew after each restart
 EXIT_BARRIER = 20  # seconds; torchrun kills workers that are not done after 30
 ROUNDS = 100  # of one job's rendezvous, among which its exit barrier is looked for
-UNREACHABLE = errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT  # a connection may fail so on first use
+UNREACHABLE = errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT  # maybe reported only on first use
 RDZV_PORT = 29400  # if torchrun's endpoint names none
 
 

@@ -1,5 +1,4 @@
-"""Distillation from a KD cache: the losses, the end-to-end stage of quantisation-aware training, which parameters it
-trains and how fast, and held-out figures."""
+"""Distillation from a KD cache: losses, default learning rates, held-out figures."""
 
 import math
 

@@ -26,9 +26,10 @@ class FakeQuant(torch.autograd.Function):
     x = (w − m)/s:
       output q·s + m in `dtype`;
       ∂/∂w = 1 where rounding x needs no clipping (the edge levels' own cells included), 0 elsewhere;
-      ∂/∂s = q and ∂/∂m = 1, times gradient_scale: those of the output with its levels as they are.
-    LSQ's ∂/∂s = q − x (arXiv 1902.08153) also counts how levels change with s. It misleads: weights move against their
-    gradient, so q − x agrees with it, and scales shrink whatever the loss (docs/benchmarks.md).
+      ∂/∂s = q and ∂/∂m = 1, times gradient_scale: with the codes held fixed.
+    LSQ's ∂/∂s = q − x (arXiv 1902.08153) also counts that codes change with s. But weights have moved against their
+    gradient g, so q − x tends to have the sign of g; Σ (q − x)·g is then positive, and scales shrink whatever the loss
+    (docs/benchmarks.md).
     Only weight, scale and offset are saved for the backward pass; x and q are recomputed.
     """
 

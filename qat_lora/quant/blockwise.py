@@ -96,7 +96,7 @@ def _calls(model: nn.Module, tokens: Tensor) -> tuple[Tensor, list[Call]]:
 def _entangled(model: nn.Module, reason: str) -> UserError:
     return UserError(
         f"model type {model_type(model)!r} cannot be trained block by block: {reason}; "
-        "use --init mse, without --layer-steps"
+        "use --init mse, and no layer-wise stage"
     )
 
 

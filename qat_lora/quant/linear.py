@@ -204,7 +204,7 @@ def _for_each(factor: Tensor, values: Tensor) -> Tensor:
 
 def _narrowed(values: Tensor, reach: Tensor, levels: Levels) -> Tensor:
     """Scales or offsets [R, G, 1] as integers times the factor of their block. Gradients are LSQ's (arXiv 1902.08153):
-    values inside the range have all of it, the reach that of the others."""
+    straight through for values in range; the factor gets level − x from those, and the edge level from clipped ones."""
     factor = _for_each(_factor(reach, levels), values)
     top = levels.lowest + levels.levels - 1
     x = (values / factor).clamp(levels.lowest - 0.5, top + 0.5)
@@ -346,8 +346,8 @@ def quantized_layers(module: nn.Module) -> dict[str, QuantLinear | Shown | Exper
 
 
 class quantised_once:
-    """Context without gradients in which each weight below `model` is quantised once, however often it is used: for
-    answers, whose every token would quantise them again."""
+    """Context without gradients in which each weight below `model` is quantised once. Sampling would otherwise quantise
+    every weight for every token."""
 
     def __init__(self, model: nn.Module):
         self.quantizers = [layer.quantizer for layer in quantized_layers(model).values()]

@@ -6,7 +6,6 @@ Methods import what they need, so that --help does not wait for torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -18,21 +17,21 @@ if TYPE_CHECKING:
 
     from qat_lora.quant.student import StudentSpec
 
-TOKENS, BATCH = 8192, 4  # of the training rows, for the start; rows that are read at a time
+TOKENS, BATCH = 8192, 4  # calibration tokens; rows per batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class LowBitOptions:
-    """What a policy starts from; subclasses have `model` and `seed`."""
+    """What a policy starts from; subclasses have `model`, `precision` and `seed`."""
 
     quantize: str = opt.quantiser(
-        "none", "train MLP and attention on the levels of this quantiser, e.g. int4/g32; none: in full precision"
+        "none", "quantiser of the MLP and attention weights, e.g. int4/g32 [none, or those of --checkpoint]"
     )
     init: Literal["mse", "gptq"] = opt.quantiser(
-        "gptq", "initial scales of --quantize: mse (least squared error) or gptq (mse, with error compensation)"
+        "mse", "initial scales of --quantize: mse (least squared error) or gptq (mse, with error compensation)"
     )
     checkpoint: str | None = opt.quantiser(
-        None, "start from this student (a best.pt of train_qat.py), on its own quantisers unless --quantize differs",
+        None, "start from this student (a best.pt of train_qat.py), with its quantisers if --quantize names none",
         identity="start",
     )  # fmt: skip
 
@@ -41,25 +40,29 @@ class LowBitOptions:
         from qat_lora.quant.spec import QuantSpec
         from qat_lora.quant.student import StudentSpec
 
-        made = _spec_of(self.checkpoint, self.model) if self.checkpoint else None
+        made = self._made()
         return StudentSpec(self.quantize, self.quantize) if QuantSpec.alternatives(self.quantize) else made
 
-    def empty_policy(self, name: str | None = None) -> nn.Module:
-        """The model without values. name: of a model, by default --model."""
+    def _made(self) -> StudentSpec | None:
+        """The quantisers of --checkpoint."""
+        from qat_lora.quant.student import StudentSpec, read_student
+
+        return StudentSpec(**read_student(self.checkpoint, self.model)["spec"]) if self.checkpoint else None
+
+    def empty_policy(self, spec: StudentSpec | None, name: str | None = None) -> nn.Module:
+        """The model without values. spec: see `student_spec`. name: of a model, by default --model."""
         from qat_lora.models.loading import empty_model
         from qat_lora.quant.student import quantize
 
-        model, spec = empty_model(name or self.model), self.student_spec()
+        model = empty_model(name or self.model)
         return quantize(model, spec) if spec else model
 
-    def load_policy(self) -> nn.Module:
-        """The model on the CPU. Unless it is a student whose scales are set, it is rounded to nearest until
-        `set_scales`."""
+    def load_policy(self, spec: StudentSpec | None) -> nn.Module:
+        """The model on the CPU. A student without scales is rounded to nearest until `set_scales`."""
         from qat_lora.models.loading import load_model
         from qat_lora.quant.calibration import load_start
         from qat_lora.quant.init import initialise
 
-        spec = self.student_spec()
         if spec is None:
             return load_model(self.model)
         student, has_scales = load_start(self.checkpoint, self.model, spec, self.init == "gptq")
@@ -67,27 +70,37 @@ class LowBitOptions:
             initialise(student, search=False)
         return student
 
-    def set_scales(self, student: nn.Module, rows: Dataset, precision: str) -> None:
-        """Compute the scales of a student on the CPU, by --init, from the tokens of its training rows."""
-        from qat_lora.data.batches import first_batches
+    def set_scales(self, student: nn.Module, spec: StudentSpec | None, rows: Dataset) -> None:
+        """Compute a student's scales by --init on the CPU, unless --checkpoint has set them. rows: its training rows,
+        with `segments` or, at the targets, `mask`; their padding is left out."""
         from qat_lora.quant.calibration import calibrate
 
-        if self.student_spec() not in (None, self.checkpoint and _spec_of(self.checkpoint, self.model)):
-            count = max(1, min(len(rows), TOKENS // len(rows[0]["tokens"])))
-            calibrate(student, self.init, first_batches(rows, count, min(BATCH, count), self.seed), precision)
+        if spec not in (None, self._made()):
+            calibrate(student, self.init, _packed(rows, self.seed), self.precision)
 
-    def start_facts(self) -> dict:
+    def start_facts(self, spec: StudentSpec | None) -> dict:
         """For the manifest: the quantisers and the checksum of the student that a run starts from."""
         from qat_lora.run.files import sha256
 
-        spec = self.student_spec()
         found = {"student": str(spec)} if spec else {}
         return found | ({"start": sha256(Path(self.checkpoint))} if self.checkpoint else {})
 
 
-@cache
-def _spec_of(checkpoint: str, model: str) -> StudentSpec:
-    """The quantisers of a student file, which must have been made from the model."""
-    from qat_lora.quant.student import StudentSpec, read_student
+def _packed(rows: Dataset, seed: int) -> list[dict]:
+    """Batches {tokens [B, L]} of at most TOKENS tokens of rows of length L in random order, end to end and without
+    their padding."""
+    import torch
 
-    return StudentSpec(**read_student(checkpoint, model)["spec"])
+    from qat_lora.data.batches import epoch_order
+
+    length, found = len(rows[0]["tokens"]), []
+    for row in map(rows.__getitem__, epoch_order(seed, 0, len(rows))):
+        real = row["segments"] > 0 if "segments" in row else row["mask"].flip(0).cummax(0).values.flip(0) > 0
+        found.append(row["tokens"][real])
+        if sum(map(len, found)) >= TOKENS:
+            break
+    tokens = torch.cat(found)[:TOKENS]
+    length = min(length, len(tokens))
+    kept = tokens[: len(tokens) // length * length].view(-1, length)
+    batch = min(BATCH, len(kept))
+    return [{"tokens": part} for part in kept.split(batch) if len(part) == batch]

@@ -40,6 +40,7 @@ RUNS = {  # name: script, its options, chips
     "recovery on 8": ("train_recovery_lora", ["--model", MODEL, *CACHE, *SIZES], 8),
     "cache": ("build_kd_cache", ["--model", MODEL, *TEACHER], 1),
     "grpo": ("train_musclebob_improved", ["--model", MODEL, "--sft", *FEW, *SHORT], 1),
+    "grpo, int4": ("train_musclebob_improved", ["--model", MODEL, "--quantize", "int4/g32", *FEW, *SHORT], 1),
     "legal": ("train_cot_sft", ["--model", MODEL, "--length", "32", "--answer-rows", "2", *SIZES[:4], *SHORT], 1),
     "stories": ("train_tinystories_reservoir", STORIES.split(), 1),
     "athena": ("pretrain", ATHENA.split(), 1),

@@ -9,7 +9,7 @@ pytestmark = [
     pytest.mark.tpu,
     pytest.mark.skipif(aot.libtpu_version() is None, reason="libtpu and jax come with requirements-dev.txt"),
 ]
-NAMES = "qat", "qat on 4", "recovery", "recovery on 8", "cache", "grpo", "legal", "stories", "athena"
+NAMES = "qat", "qat on 4", "recovery", "recovery on 8", "cache", "grpo", "grpo, int4", "legal", "stories", "athena"
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import pytest
 
 pytestmark = pytest.mark.xla
-NAMES = ("qat on 4", "recovery", "recovery on 8", "grpo", "legal", "stories", "athena")
+NAMES = ("qat on 4", "recovery", "recovery on 8", "grpo", "grpo, int4", "legal", "stories", "athena")
 
 
 @pytest.fixture(scope="module")

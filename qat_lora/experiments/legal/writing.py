@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from qat_lora.backend import TorchBackend
 from qat_lora.lora.adapter import adapter_values, save_adapter
@@ -12,6 +13,19 @@ from qat_lora.models.writing import write_model
 from qat_lora.quant.student import StudentSpec, load_student, plain_model, save_student
 from qat_lora.run.console import say
 from qat_lora.run.files import new_folder, sha256
+
+
+def base_of(cfg, spec: StudentSpec | None, base: nn.Module, rows: Dataset, path: Path, resumed: bool) -> nn.Module:
+    """The model to train, on the CPU, with the scales of its quantisers. Under an adapter it is frozen, and kept in the
+    student file `path`, from which a run is resumed. cfg: Config of train_cot_sft.py."""
+    if spec is None or (resumed and cfg.method == "full"):  # whose values are in the checkpoint
+        return base
+    if path.exists():
+        return load_student(path, cfg.model)[0]
+    cfg.set_scales(base, spec, rows)
+    if cfg.method != "full":
+        save_student(path, base, cfg.model, spec, {"trained": cfg.checkpoint is not None})
+    return base
 
 
 def write_trained(

@@ -25,7 +25,7 @@ HUGEPAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def prepared(model: nn.Module) -> nn.Module:
-    """A policy whose embedding and LM head are not trained."""
+    """A policy whose embedding and LM head are not trained unless they are quantised."""
     return norms_in_one_step(freeze_plain_tables(model))
 
 
@@ -47,7 +47,7 @@ def memory_of(
     """The memory that each phase takes, with prompts of `prompt` tokens. A validation also holds the original model;
     GRPO also holds its reference model if beta is not 0. In GRPO a prompt and its answers share one row."""
     start = 4 * sum(p.numel() for p in model.parameters())
-    reference = {"model before GRPO": start} if grpo.objective.beta else {}
+    reference = {"reference model": start} if grpo.objective.beta else {}
     row, together = prompt + grpo.length, prompt + grpo.group * grpo.length
 
     def training(rows: int, length: int, beside: Parts | None) -> Parts:

@@ -194,19 +194,17 @@ class RunFiles:
     spec: StudentSpec | None
     tokenizer: object
 
-    @classmethod
-    def begin(cls, folder: Path, model: nn.Module, *made) -> "RunFiles":
-        """Keep the student before training, unless a resumed run has it already. made: base, spec and tokenizer."""
-        files = cls(folder, *made)
-        if files.spec and not (folder / "start.pt").exists():
-            save_student(folder / "start.pt", model, files.base, files.spec, {})
-        return files
+    def keep_start(self, model: nn.Module, trained: bool) -> None:
+        """Keep the student before training."""
+        save_student(self.folder / "start.pt", model, self.base, self.spec, {"trained": trained})
 
-    def start(self, warmed_up: bool) -> nn.Module:
-        """The model before GRPO, in full precision or with its weights as they are served."""
-        if warmed_up:
+    def reference(self, which: str, warmed_up: bool) -> nn.Module:
+        """The model of the KL: "original", the base in full precision, or "start", the model before GRPO."""
+        if which == "start" and warmed_up:
             return load_model(str((self.folder / "sft_model").absolute()))
-        return plain_model(load_student(self.folder / "start.pt", self.base)[0]) if self.spec else load_model(self.base)
+        if which == "start" and self.spec:
+            return plain_model(load_student(self.folder / "start.pt", self.base)[0])
+        return load_model(self.base)
 
     def save(self, model: nn.Module, name: str) -> None:
         """Write a model, unless it exists."""
