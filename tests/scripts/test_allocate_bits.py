@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 from records import summary
-from small import SMALL
+from small import LEARNS
 
 from qat_lora.quant.student import read_student
 
@@ -21,7 +21,7 @@ def test_the_preset_trains_a_student_that_exports_hold(run, cache, tiny_model_di
     made = yaml.safe_load(preset.read_text())
     assert made["model"] == str(tiny_model_dir) and made["layers"].count("=") >= 1 and f"--config {preset}" in said
     assert preset.read_text().startswith("# python scripts/allocate_bits.py --cache-dir")
-    run("train_qat", "--config", preset, "--cache-dir", cache, "--output-dir", tmp_path / "run", *SMALL)
+    run("train_qat", "--config", preset, "--cache-dir", cache, "--output-dir", tmp_path / "run", *LEARNS)
     found = summary(tmp_path / "run")["bits_per_weight"]
     if "--bits" in flags:
         assert 2.7 < found <= 2.9
