@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 from records import summary
-from small import LEARNS
+from small import SMALL
 
 from qat_lora.quant.student import read_student
 
@@ -21,15 +21,16 @@ def test_the_preset_trains_a_student_that_exports_hold(run, cache, tiny_model_di
     made = yaml.safe_load(preset.read_text())
     assert made["model"] == str(tiny_model_dir) and made["layers"].count("=") >= 1 and f"--config {preset}" in said
     assert preset.read_text().startswith("# python scripts/allocate_bits.py --cache-dir")
-    run("train_qat", "--config", preset, "--cache-dir", cache, "--output-dir", tmp_path / "run", *LEARNS)
+    layers = ["--layer-steps", 1, "--layer-rows", 4, "--output-dir", tmp_path / "run"]
+    run("train_qat", "--config", preset, "--cache-dir", cache, *SMALL, *layers)
     found = summary(tmp_path / "run")["bits_per_weight"]
     if "--bits" in flags:
         assert 2.7 < found <= 2.9
-    spec = read_student(tmp_path / "run" / "best.pt")["spec"]
+    spec = read_student(tmp_path / "run" / "layerwise.pt")["spec"]
     assert spec["layers"] == made["layers"]
     for name in formats:
-        best = ["--checkpoint", tmp_path / "run" / "best.pt", "--format", name]
-        run("export_model", *best, "--output-dir", tmp_path / name)
+        student = ["--checkpoint", tmp_path / "run" / "layerwise.pt", "--format", name]
+        run("export_model", *student, "--output-dir", tmp_path / name)
         record = json.loads((tmp_path / name / "export.json").read_text())
         assert record["quantisers"]["layers"] == made["layers"]
         if "--megabytes" in flags:
