@@ -68,21 +68,25 @@ def spread(values: list[float], digits: int = 3) -> str:
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """Plot the KL to the teacher of every row, one panel per grid."""
-    grids = list(dict.fromkeys(row["grid"] for row in rows))
-    figure, axes = plt.subplots(len(grids), 1, figsize=(8, 3.2 * len(grids)), squeeze=False)
-    for axis, grid in zip(axes.flat, grids):
-        named = by_name(of(rows, grid=grid))
-        for place, same in enumerate(named.values()):
+    """Plot the KL to the teacher of every row, one panel per grid, all on one scale."""
+    named = {grid: by_name(of(rows, grid=grid)) for grid in dict.fromkeys(row["grid"] for row in rows)}
+    heights = [1 + len(names) for names in named.values()]
+    size, ratios = (8, 0.3 * sum(heights) + 1), {"height_ratios": heights}
+    figure, axes = plt.subplots(len(named), 1, figsize=size, squeeze=False, sharex=True, gridspec_kw=ratios)
+    for axis, (grid, names) in zip(axes.flat, named.items()):
+        for place, same in enumerate(names.values()):
             axis.scatter([row["text"]["kl"] for row in same], [-place] * len(same), color="C0")
-        axis.set_yticks([-place for place in range(len(named))], named, fontsize=8)
-        axis.set_xscale("log")
-        axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-        axis.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
-        axis.xaxis.set_minor_formatter(ticker.NullFormatter())
-        axis.set_xlabel("KL to the teacher (nats)")
-        axis.set_title(grid)
+        axis.set_yticks([-place for place in range(len(names))], names, fontsize=8)
+        axis.set_ylim(0.6 - len(names), 0.6)
+        axis.set_title(grid, fontsize=10)
         axis.grid(alpha=0.3)
+    kls = [row["text"]["kl"] for row in rows]
+    axis.set_xscale("log")
+    wide = max(kls) > 3 * min(kls)
+    axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)) if wide else ticker.MaxNLocator(6))
+    axis.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
+    axis.xaxis.set_minor_formatter(ticker.NullFormatter())
+    axis.set_xlabel("KL to the teacher (nats)")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
