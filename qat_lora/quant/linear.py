@@ -205,11 +205,12 @@ def _for_each(factor: Tensor, values: Tensor) -> Tensor:
 def _narrowed(values: Tensor, reach: Tensor, levels: Levels) -> Tensor:
     """Scales or offsets [R, G, 1] as integers times the factor of their block. Gradients are LSQ's (arXiv 1902.08153):
     straight through for values in range; the factor gets level − x from those, and the edge level from clipped ones."""
-    factor = _for_each(_factor(reach, levels), values)
-    top = levels.lowest + levels.levels - 1
-    x = (values / factor).clamp(levels.lowest - 0.5, top + 0.5)
-    level = nearest_code(x.detach().clone(), levels).add_(levels.lowest)
-    kept = level * factor + (x - x.detach()) * factor.detach()
+    factor, top = _for_each(_factor(reach, levels), values), levels.lowest + levels.levels - 1
+    x, fixed = values.detach() / factor.detach(), factor.detach()
+    level = nearest_code(x.clone(), levels).add_(levels.lowest)
+    inside = (x - level).abs() <= 0.5
+    slope = torch.where(inside, level - x, level)  # of each value: a difference of two sums loses digits
+    kept = level * fixed + slope * (factor - fixed) + (values - values.detach()) * inside
     if levels.lowest < 0 < top:
         kept = not_zero(kept, factor.detach().abs())  # a scale is never 0
     return kept
