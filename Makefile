@@ -203,7 +203,7 @@ bench-served: setup-peers ## each format's perplexity and answers in its own lib
 runs/small_llama: | $(READY)
 	$(PY) benchmarks/small_llama.py --output-dir $@
 
-bench-grids: setup-peers | runs/small_llama ## quantisers at equal bits, and k-quants against llama.cpp's own (4 hours; resumes)
+bench-grids: setup-peers | runs/small_llama ## quantisers at equal bits, and k-quants against llama.cpp's own (hours; resumes)
 	PYTHONPATH=$(PEERS) $(PY) benchmarks/qat_quality.py --config grids
 	PYTHONPATH=$(PEERS) $(PY) benchmarks/qat_quality.py --config k_quants
 

@@ -189,8 +189,7 @@ def main(cfg: Config) -> None:
             files.save(model, "sft_model")
             validate("post_sft")
         if grpo.steps:
-            reference = files.reference(cfg.reference, bool(sft)) if cfg.beta else None
-            reference = backend.place(reference.requires_grad_(False)) if cfg.beta else None
+            reference = backend.place(files.reference(cfg.reference, bool(sft))) if cfg.beta else None
             reinforce(model, reference, prompts, judge_of(questions, sampler), grpo, session, evaluate)
     finally:  # also when the run is stopped
         write_history(run)

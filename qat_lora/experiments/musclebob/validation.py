@@ -199,12 +199,13 @@ class RunFiles:
         save_student(self.folder / "start.pt", model, self.base, self.spec, {"trained": trained})
 
     def reference(self, which: str, warmed_up: bool) -> nn.Module:
-        """The model of the KL: "original", the base in full precision, or "start", the model before GRPO."""
-        if which == "start" and warmed_up:
-            return load_model(str((self.folder / "sft_model").absolute()))
-        if which == "start" and self.spec:
-            return plain_model(load_student(self.folder / "start.pt", self.base)[0])
-        return load_model(self.base)
+        """The frozen model of the KL: "original", the base in full precision, or "start", the model before GRPO."""
+        if which == "start" and self.spec and not warmed_up:
+            model = plain_model(load_student(self.folder / "start.pt", self.base)[0])
+        else:
+            start = which == "start" and warmed_up
+            model = load_model(str((self.folder / "sft_model").absolute()) if start else self.base)
+        return model.requires_grad_(False)
 
     def save(self, model: nn.Module, name: str) -> None:
         """Write a model, unless it exists."""
