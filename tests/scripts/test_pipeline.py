@@ -22,8 +22,8 @@ SHORT = "--warmup-steps 2 --seed 1 --mlp lut2/r4 --learning-rate 3e-3 --eval-row
 SHORT = [*SHORT.split(), *TINY]
 QAT = f"--layer-steps {LAYER_STEPS} --layer-rows 8 --max-steps {STEPS} --layer-learning-rate 2e-3 --clip-grad-norm 0"
 QAT = [*f"{QAT} --init gptq --log-every 3 --save-every 4 --eval-every 5".split(), *SHORT]
-RECOVERY = "--max-steps 8 --warmup-steps 2 --learning-rate 2e-2 --log-every 3 --save-every 3 --eval-every 4"
-RECOVERY = [*RECOVERY.split(), *["--eval-rows", "8", "--recovery-r", "2"], *TINY]
+RECOVERY = "--max-steps 8 --warmup-steps 2 --learning-rate 1e-2 --log-every 3 --save-every 3 --eval-every 4"
+RECOVERY = [*RECOVERY.split(), *["--eval-rows", "20", "--recovery-r", "8"], *TINY]
 RECORD = "run.session.Session.record"  # called right after an update
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"  # compiles in half the time
 
@@ -109,9 +109,9 @@ def test_recovery_leaves_a_complete_run_and_a_peft_adapter(pipeline):
     run = pipeline / "recovery"
     assert_complete(run, 8)
     kl = curve(run, "heldout_kl")
-    assert min(kl) < kl[0]
+    assert min(kl) < kl[0]  # by .012 to .025 for students of five seeds: more than CPUs differ in
     config = json.loads((run / "adapter" / "adapter_config.json").read_text())
-    assert config["r"] == 2 and "k_proj" not in config["target_modules"]
+    assert config["r"] == 8 and "k_proj" not in config["target_modules"]
     adapter = load_file(run / "adapter" / "adapter_model.safetensors")
     assert len(adapter) == BLOCKS * 6 * 2 and all("lora_" in name for name in adapter)
     assert any(value.abs().sum() > 0 for name, value in adapter.items() if "lora_B" in name)
