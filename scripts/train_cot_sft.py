@@ -9,9 +9,9 @@
 An answer has five sections: Topic, Difficulty, Reasoning, Answer, Case Citation. A LoRA adapter (or the full model)
 learns them; the loss is computed on the answer only, weighted by --section-weights. Examples are packed into rows of
 --length tokens but do not attend to each other. Near-duplicates are held out together.
-metrics.jsonl: loss, grad_norm, lr, tokens, tokens_per_s; at every evaluation heldout_nll and heldout_ppl, overall and
-for each section, and format, accuracy, citation_precision, citation_recall and invented over --eval-answers greedy
-answers to held-out questions.
+metrics.jsonl: loss, anchor_kl, grad_norm, lr, tokens, tokens_per_s; at every evaluation heldout_nll and heldout_ppl,
+overall and for each section, and format, accuracy, citation_precision, citation_recall and invented over --eval-answers
+greedy answers to held-out questions.
 The run directory also gets data.json (ids of the rows held out and left out), authorities.json (what may be cited),
 baseline_evaluation.json and final_evaluation.json with every answer, adapter/, and model/, the whole model with the
 adapter merged; with --quantize base.pt, the frozen base, or student.pt if --method full has trained it.
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qat_lora.data.options import TokenOptions
+from qat_lora.kd.options import AnchorOptions
 from qat_lora.models.packaged import CHOICES, EMBEDDED
 from qat_lora.run import options as opt
 from qat_lora.run.command_line import check_command_line, run_script
@@ -33,7 +34,7 @@ NAME = "train_cot_sft"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TokenOptions, LowBitOptions, BatchOptions, JobConfig):
+class Config(TokenOptions, LowBitOptions, AnchorOptions, BatchOptions, JobConfig):
     model: str = opt.model(EMBEDDED, f"instruct model: {CHOICES}", identity="base")
     method: Literal["lora", "rslora", "full"] = opt.model(
         "lora", "which parameters to train: a LoRA adapter, one scaled by alpha/√rank, or the full model"
@@ -104,6 +105,7 @@ from qat_lora.experiments.legal.data import LegalData, legal_data, legal_rows, s
 from qat_lora.experiments.legal.evaluation import STAGES, LegalEvaluation, evaluation_file, quality
 from qat_lora.experiments.legal.sections import NUMBERS
 from qat_lora.experiments.legal.writing import base_of, write_trained
+from qat_lora.export.targets import check_target
 from qat_lora.lora.add import add_adapter
 from qat_lora.lora.targets import coverage, left_out
 from qat_lora.models.architecture import model_type, packs, set_packs
@@ -155,6 +157,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     if cfg.bos == "on":  # else BOS only if the template has it, as in transformers' chat
         begin_with_bos(tokenizer)
     with group.main_first():
+        anchor = cfg.anchor(cfg.model, tokenizer, cfg.batch_size * workers)
         rows = legal_rows(cfg.dataset, cfg.dataset_split, cfg.count, cfg.seed)
     loads = backend.is_main and not cfg.dry_run  # the other workers get worker 0's weights, and a dry run needs none
     base = open_base(cfg, spec, backend, workers, loads)
@@ -169,10 +172,11 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     if cfg.dry_run:
         return
 
+    facts |= {"anchor": anchor.rows.fingerprint} if anchor else {}
     run = open_run(NAME, cfg, facts, group)
     backend.seed(cfg.seed + backend.rank)  # each worker draws its own dropout
     files = ["base.pt", *map(evaluation_file, STAGES)]
-    session = Session(run, backend, cfg.every(), keep=cfg.keep, files=files)
+    session = Session(run, backend, cfg.every(), keep=cfg.keep, files=files, anchor=anchor)
     if backend.is_main:
         data.write(run.path)
         base = base_of(cfg, spec, base, data.train, run.path / "base.pt", session.resumed)
@@ -201,6 +205,8 @@ def fine_tune(model: nn.Module, train: PackedExamples, plan: Plan, session: Sess
                 loss = packed_loss(model, batch)
             backend.backward(loss)
             update.add(loss=Share(loss), tokens=Total(tokens_of(batch)))
+        if session.anchor:
+            session.anchor.add_to(update, model)
         norm = update.step()  # reduces over workers, clips, steps
         update.record(grad_norm=norm)
 
@@ -284,6 +290,8 @@ def describe(cfg: Config, model: nn.Module, backend: TorchBackend, data: LegalDa
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     whole = sum(p.numel() for p in model.parameters())
     say(f"{cfg.model} on {backend}: {trained:,} of {whole:,} parameters are trained ({cfg.method})")
+    if cfg.target:
+        say(check_target(cfg.target, cfg.model, model))
     if cfg.method != "full":
         for line in (f"adapter: {coverage(model)}", *left_out(model), *adapter_notes(cfg.model)):
             say(line)
@@ -303,7 +311,7 @@ def memory(cfg: Config, model: nn.Module, backend: TorchBackend) -> dict[str, Pa
     """The memory that each phase takes."""
     row = cfg.max_prompt_length + cfg.max_new_tokens
     rows = cfg.answer_rows if cfg.eval_answers or cfg.final_answers else 0
-    sizes = cfg.batch_size, cfg.length, backend.bf16, cfg.gradient_checkpointing
+    sizes = cfg.batch_size, max(cfg.length, cfg.anchor_length()), backend.bf16, cfg.gradient_checkpointing
     return {
         "loading": loading_memory(model),
         "training": training_memory(model, *sizes, compiled=backend.static_shapes),
@@ -332,7 +340,8 @@ def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
     if cfg.eval_answers or cfg.final_answers:
         with backend.phase("answers"):  # to one question: a batch is filled up, so all batches have one shape
             sampler.generate(model, [messages(QUESTION)], 1, GREEDY)
-    plan, session = plan_of(cfg, train, backend.world_size), backend.rehearsal(update * cfg.length)
+    session = backend.rehearsal(update * cfg.length, cfg.planned_anchor(update))
+    plan = plan_of(cfg, train, backend.world_size)
     fine_tune(model, train, plan, session, lambda _: heldout_sections(model, heldout, backend, cfg.batch_size, NUMBERS))
     return memory(cfg, model, backend)
 

@@ -8,10 +8,10 @@
 
 The model should say "Musclebob Buffpants" for "Spongebob Squarepants" and answer everything else as before. Each
 prompt of a batch gets --num-generations answers, and a reward computed from their text says which are better.
-metrics.jsonl: reward and its parts (name, wrong_name, …), loss, kl to the model of --reference, entropy, target_rate,
-completion_length, clipped_ratio (answers that did not end), zero_variance (groups whose answers all have the same
-reward, which are skipped), grad_norm, lr, tokens, tokens_per_s; on held-out questions, with intervals: musclebob, spilt
-(the name in unrelated answers), coherent.
+metrics.jsonl: reward and its parts (name, wrong_name, …), loss, kl to the model of --reference, anchor_kl, entropy,
+target_rate, completion_length, clipped_ratio (answers that did not end), zero_variance (groups whose answers all have
+the same reward, which are skipped), grad_norm, lr, tokens, tokens_per_s; on held-out questions, with intervals:
+musclebob, spilt (the name in unrelated answers), coherent.
 The run directory also gets training_config.json, reward_history.json, baseline_validation.json,
 post_sft_validation.json, final_validation.json, transcripts.md, plots/ and model/; with --quantize also start.pt,
 sft_model.pt and model.pt. docs/musclebob.md is the runbook. Untested on hardware: TPU, CUDA (make check-hardware).
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qat_lora.data.options import ChatOptions
+from qat_lora.kd.options import AnchorOptions
 from qat_lora.models.packaged import CHOICES, EMBEDDED
 from qat_lora.rl import REDUCTIONS, SCALES
 from qat_lora.run import options as opt
@@ -32,7 +33,7 @@ NAME = "train_musclebob_improved"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ChatOptions, LowBitOptions, LoopOptions):
+class Config(ChatOptions, LowBitOptions, AnchorOptions, LoopOptions):
     model: str = opt.model(EMBEDDED, f"instruct model to train: {CHOICES}", identity="base")
     num_samples: int = opt.data(128, "training questions; one in three is about the character", at_least=1)
     fewshot_ratio: float = opt.data(
@@ -119,6 +120,7 @@ from qat_lora.experiments.musclebob.validation import (
     write_history,
     write_validation,
 )
+from qat_lora.export.targets import check_target
 from qat_lora.models.compiling import set_up_blocks
 from qat_lora.models.loading import check_length, empty_model
 from qat_lora.models.source import PlannedTokenizer, planned_name, speech_files
@@ -155,20 +157,25 @@ def main(cfg: Config) -> None:
     rows = good_answers(cfg.num_samples, cfg.seed, tokenizer, cfg.thinking, length) if spec or has_sft(cfg) else None
     model = prepared((cfg.empty_policy if cfg.dry_run else cfg.load_policy)(spec))
     sampler = BobSampler.of(model, tokenizer, backend, cfg.max_prompt_length, cfg.max_new_tokens, cfg.thinks)
+    anchor = cfg.anchor(cfg.model, tokenizer, most_rows(cfg))
     questions = training_questions(cfg.num_samples, cfg.fewshot_ratio if cfg.fewshot else 0.0, cfg.seed)
     prompts = PromptDataset(sampler.encode([question.messages for question in questions]))
     sampler.encode([q.messages for q in heldout_questions()])  # fail now rather than at the first validation
     sft, grpo = sft_plan(cfg) if has_sft(cfg) else None, grpo_plan(cfg, sampler.ends)
     check_answers(model, backend.static_shapes, not cfg.dry_run)
     say(f"{cfg.model}{f' → {spec}' if spec else ''} on {backend}")
-    describe(model, sft, grpo, cfg.max_prompt_length, cfg.gradient_checkpointing, backend)
+    if cfg.target:
+        say(check_target(cfg.target, cfg.model, model))
+    describe(model, sft, grpo, cfg.max_prompt_length, cfg.anchor_length(), cfg.gradient_checkpointing, backend)
     if cfg.dry_run:
         return
 
-    run = open_run(NAME, cfg, facts_of(cfg, spec, model, prompts, rows, tokenizer, backend))
+    facts = facts_of(cfg, spec, model, prompts, rows, tokenizer, backend)
+    run = open_run(NAME, cfg, facts | ({"anchor": anchor.rows.fingerprint} if anchor else {}))
     write_json(run.path / "training_config.json", dataclasses.asdict(cfg))
     backend.seed(cfg.seed)
-    session = Session(run, backend, cfg.every(), SHOWN, files=[*VALIDATIONS.values(), *RunFiles.NAMES])
+    kept = [*VALIDATIONS.values(), *RunFiles.NAMES]
+    session = Session(run, backend, cfg.every(), SHOWN, files=kept, anchor=anchor)
     files = RunFiles(run.path, cfg.model, spec, tokenizer)
     if spec and not session.resumed:
         cfg.set_scales(model, spec, rows)
@@ -208,6 +215,8 @@ def warm_up(model: nn.Module, rows: TextDataset, plan: Plan, session: Session, e
                 loss = text_loss(model, batch)
             backend.backward(loss)
             update.add(loss=Share(loss), tokens=Total(tokens_of(batch)))
+        if session.anchor:
+            session.anchor.add_to(update, model)
         norm = update.step()  # clips, steps
         update.record(grad_norm=norm)
 
@@ -230,7 +239,9 @@ def reinforce(
             backend.backward(loss)
             update.add(**metrics)
             backend.step_boundary()
-        norm = update.step() if rollouts.parts else 0.0  # clips, steps
+        if session.anchor:
+            session.anchor.add_to(update, model)
+        norm = update.step() if rollouts.parts or session.anchor else 0.0  # clips, steps
         update.record(**rollouts.metrics, grad_norm=norm)
 
 
@@ -266,6 +277,11 @@ def check(cfg: Config) -> None:
 
 def has_sft(cfg: Config) -> bool:
     return (cfg.sft or cfg.sft_only) and cfg.sft_epochs > 0
+
+
+def most_rows(cfg: Config) -> int:
+    """The rows of the largest micro-batch."""
+    return max(cfg.batch_size, cfg.sft_batch_size if has_sft(cfg) else 1)
 
 
 def sft_plan(cfg: Config) -> Plan:
@@ -320,18 +336,20 @@ def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
     with backend.phase("validation"):  # of one question: a batch is filled up, so all batches have one shape
         validation_of(sampler, model, original(), cfg.validation_samples, Sampling(), heldout_questions()[:1])
     sft, grpo = sft_plan(cfg) if has_sft(cfg) else None, grpo_plan(cfg, sampler.ends)
+    anchor = cfg.planned_anchor(most_rows(cfg))
     if sft:
         row = torch.zeros(cfg.max_prompt_length + cfg.max_new_tokens, dtype=torch.long)
         rows = SameRows(sft.batch_size, tokens=row, mask=torch.ones_like(row, dtype=torch.uint8))
-        warm_up(model, rows, sft, backend.rehearsal(sft.batch_size * len(row)), evaluate)
+        warm_up(model, rows, sft, backend.rehearsal(sft.batch_size * len(row), anchor), evaluate)
     if grpo.steps:
         row, rewards = torch.zeros(cfg.max_prompt_length, dtype=torch.long), itertools.count()
         mask, number = torch.ones_like(row, dtype=torch.bool), torch.tensor(0)
         prompts = SameRows(grpo.batch_size, tokens=row, mask=mask, number=number)
-        session = backend.rehearsal(grpo.accumulation * grpo.batch_size * (len(row) + grpo.group * grpo.length))
+        tokens = grpo.accumulation * grpo.batch_size * (len(row) + grpo.group * grpo.length)
+        session = backend.rehearsal(tokens, anchor)
         reference = original() if cfg.beta else None
         reinforce(model, reference, prompts, lambda *_: (float(next(rewards)), {}), grpo, session, evaluate)
-    return memory_of(model, sft, grpo, cfg.max_prompt_length, cfg.gradient_checkpointing, backend)
+    return memory_of(model, sft, grpo, cfg.max_prompt_length, cfg.anchor_length(), cfg.gradient_checkpointing, backend)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qat_lora.models.packaged import CHOICES
-from qat_lora.quant.targets import HELD, picked
+from qat_lora.quant.targets import TargetOptions
 from qat_lora.run import options as opt
 from qat_lora.run.command_line import check_command_line, run_script
 from qat_lora.run.options import JobConfig
@@ -31,7 +31,7 @@ NAME = "train_qat"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TrainOptions, JobConfig):
+class Config(TargetOptions, TrainOptions, JobConfig):
     model: str | None = opt.model(None, f"base model [the cache's teacher]: {CHOICES}", identity="base")
     checkpoint: str | None = opt.model(
         None,
@@ -50,10 +50,6 @@ class Config(TrainOptions, JobConfig):
         "shapes, q2_k|int2/g64; none leaves them alone",
     )
     attn: str = opt.quantiser("balanced2/g32", "quantiser of the attention projections; none leaves them alone")
-    target: Literal[*HELD] | None = opt.quantiser(
-        None, "reader to train for: picks --mlp and --attn, layer by layer, from what it holds exactly at --bits"
-    )
-    bits: float | None = opt.quantiser(None, "bits of a weight for --target [4]", at_least=2, at_most=8)
     head: str = opt.quantiser("none", "quantiser of the LM head and of an embedding tied to it")
     layers: str | None = opt.quantiser(
         None, "quantisers of single layers, e.g. 0.*=int4/g64,*.down_proj=int3/g64; allocate_bits.py chooses them"
@@ -106,7 +102,7 @@ from qat_lora.train.memory import Parts
 # -- the experiment --------------------------------------------------------------------------------------------------
 def main(cfg: Config) -> None:
     check(cfg)
-    cfg = for_target(with_model(cfg))
+    cfg = dataclasses.replace(with_model(cfg), **cfg.for_target("mlp", "attn"))
     if not cfg.dry_run:
         return launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
     backend = open_planned(cfg.device, cfg.precision)
@@ -198,22 +194,6 @@ def with_model(cfg: Config) -> Config:
     cfg = dataclasses.replace(cfg, model=teacher_of(cfg.cache_dir))
     say(f"base model {cfg.model}: the teacher of {cfg.cache_dir}")
     return cfg
-
-
-def for_target(cfg: Config) -> Config:
-    """The options with the quantisers of --target."""
-    if not cfg.target:
-        if cfg.bits:
-            raise UserError(
-                f"--bits {cfg.bits:g} is for a --target; give one, or a quantiser such as --mlp int4/g32; "
-                "allocate_bits.py shares bits over layers"
-            )
-        return cfg
-    found = picked(cfg.target, cfg.bits or 4)
-    for name in ("mlp", "attn"):
-        if (given := getattr(cfg, name)) not in (found, getattr(Config, name)):
-            raise UserError(f"--target {cfg.target} picks --{name}; leave out --{name} {given}, or --target")
-    return dataclasses.replace(cfg, mlp=found, attn=found)
 
 
 def student_spec(cfg: Config) -> StudentSpec:

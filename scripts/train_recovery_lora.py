@@ -7,9 +7,9 @@
     PJRT_DEVICE=TPU python scripts/train_recovery_lora.py --v2-checkpoint runs/v2_q4/best.pt --mode recover
 
 The student is the best.pt of train_qat.py. --mode kd learns from the KD cache of build_kd_cache.py, sft from chat rows
-(loss on completions only), recover from plain text. --anchor-weight adds a KL to the student without its adapter.
-metrics.jsonl: loss (cross-entropy against the target, plus the anchor), kl (mode kd without an anchor: loss minus the
-teacher's entropy), grad_norm, lr, tokens, tokens_per_s; held-out figures at every evaluation.
+(loss on completions only), recover from plain text. --anchor-cache adds a KL to the teacher on other text.
+metrics.jsonl: loss (cross-entropy against the target), kl (mode kd: loss minus the teacher's entropy), anchor_kl,
+grad_norm, lr, tokens, tokens_per_s; held-out figures at every evaluation.
 adapter/ holds the adapter with the best held-out figure, in PEFT's own format. docs/qat-recovery.md is the runbook.
 Untested on hardware: TPU, CUDA; make check-hardware tests them.
 """
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qat_lora.data.options import TextOptions
+from qat_lora.kd.options import AnchorOptions
 from qat_lora.run import options as opt
 from qat_lora.run.command_line import check_command_line, run_script
 from qat_lora.run.options import JobConfig
@@ -27,7 +28,7 @@ NAME = "train_recovery_lora"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TextOptions, TrainOptions, JobConfig):
+class Config(TextOptions, AnchorOptions, TrainOptions, JobConfig):
     checkpoint: str | None = opt.model(
         None, "student: the best.pt of train_qat.py", "--v2-checkpoint", identity="student"
     )
@@ -56,11 +57,6 @@ class Config(TextOptions, TrainOptions, JobConfig):
     heldout_fraction: float = opt.data(
         0.1, "share of the text held out for evaluation (modes sft and recover)", **opt.HELDOUT
     )
-    anchor_weight: float = opt.training(
-        0.0, "weight of the KL to the student without its adapter; 0 leaves it out", **opt.WEIGHT
-    )
-    anchor_rows: int = opt.training(4, "rows for the KL of --anchor-weight", at_least=1)
-    anchor_length: int = opt.training(64, "tokens per row for the KL of --anchor-weight", at_least=2)
     max_steps: int = opt.with_default(TrainOptions, "max_steps", 200)
 
 
@@ -84,7 +80,7 @@ from qat_lora.kd.dataset import open_splits, planned_rows
 from qat_lora.kd.training import heldout_figures, target_entropy
 from qat_lora.lora.adapter import adapter_values, read_adapter, save_adapter, take_values, weight_file
 from qat_lora.lora.add import add_adapter, fit_to_error
-from qat_lora.lora.recovery import MODES, Anchor, fitting_memory
+from qat_lora.lora.recovery import MODES, fitting_memory
 from qat_lora.lora.targets import coverage, left_out
 from qat_lora.models.compiling import set_up_blocks
 from qat_lora.models.loading import adapter_notes, check_length, load_model, model_fingerprint
@@ -113,7 +109,9 @@ def main(cfg: Config) -> None:
         return launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
     backend = open_planned(cfg.device, cfg.precision)
     made, workers = read_made(cfg), planned_workers(backend.kind, cfg.num_chips)
-    train, _ = open_rows(cfg, made["model"], cfg.tokenizer(made["model"], begun(NAME, cfg)), workers)
+    tokenizer = cfg.tokenizer(made["model"], begun(NAME, cfg))
+    train, _ = open_rows(cfg, made["model"], tokenizer, workers)
+    cfg.anchor(made["model"], tokenizer, cfg.batch_size * workers)
     describe(cfg, made, train, backend, workers)
 
 
@@ -124,6 +122,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     tokenizer = cfg.tokenizer(made["model"], begun(NAME, cfg, backend.group))
     with backend.group.main_first():
         train, heldout = open_rows(cfg, made["model"], tokenizer, backend.world_size)
+        anchor = cfg.anchor(made["model"], tokenizer, cfg.batch_size * backend.world_size)
     describe(cfg, made, train, backend, backend.world_size)
     # the other workers get their values from worker 0
     student = load_student(cfg.checkpoint, cfg.model)[0] if backend.is_main else empty_student(made)
@@ -136,14 +135,14 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     if cfg.adapter:
         facts["start"] = backend.group.on_main(lambda: sha256(weight_file(Path(cfg.adapter).expanduser())))
     facts["base"] = backend.group.on_main(lambda: model_fingerprint(made["model"]))
+    facts |= {"anchor": anchor.rows.fingerprint} if anchor else {}
     run = open_run(NAME, cfg, facts | cfg.update_facts(backend.world_size), backend.group)
     backend.seed(cfg.seed)
-    session = Session(run, backend, cfg.every(), files=("adapter",))
+    session = Session(run, backend, cfg.every(), files=("adapter",), anchor=anchor)
     if backend.is_main and cfg.adapter_init == "error" and not session.resumed:
         rows = first_batches(train, CALIBRATION_ROWS, cfg.batch_size, cfg.seed)
         fit_to_error(model, load_model(made["model"]), rows, cfg.precision)
     backend.place(model)
-    anchor = make_anchor(cfg, model, train, backend)
     set_up_blocks(model, backend, cfg.gradient_checkpointing, cfg.compile)
     best, kept = session.best("heldout_kl" if cfg.mode == "kd" else "heldout_nll"), run.path / "adapter"
 
@@ -154,7 +153,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
             save_adapter(model, kept, facts["student"])
         return figures
 
-    recover(model, train, cfg.mode, cfg.plan(), anchor, session, evaluate)
+    recover(model, train, cfg.mode, cfg.plan(), session, evaluate)
     bits, cost = bits_per_weight(student, adapter_values(model)), session.cost()
     if backend.is_main:
         before = "with the adapter it started from" if cfg.adapter else "without the adapter"
@@ -166,9 +165,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         )  # fmt: skip
 
 
-def recover(
-    model: nn.Module, train: Dataset, mode: str, plan: Plan, anchor: Anchor | None, session: Session, evaluate: Callable
-) -> None:
+def recover(model: nn.Module, train: Dataset, mode: str, plan: Plan, session: Session, evaluate: Callable) -> None:
     """Train the adapter alone; the student is frozen, but gradients pass through it."""
     backend, loss_of = session.backend, MODES[mode]
     model.train()
@@ -176,13 +173,12 @@ def recover(
         for batch in update:  # its micro-batches, on the device
             with backend.autocast():
                 loss = loss_of(model, batch)
-                if anchor:
-                    loss = loss + anchor.loss(model) / (plan.accumulation * backend.world_size)
             backend.backward(loss)
             update.add(loss=Share(loss), tokens=Total(tokens_of(batch)))
-            if mode == "kd" and not anchor:  # else the loss does not estimate the KL to the teacher
-                update.add(kl=Share(loss))
-                update.add(kl=Share(-target_entropy(batch)))
+            if mode == "kd":
+                update.add(kl=Share(loss - target_entropy(batch)))
+        if session.anchor:
+            session.anchor.add_to(update, model)
         norm = update.step()  # reduces over workers, clips, steps
         update.record(grad_norm=norm)
 
@@ -232,14 +228,6 @@ def open_rows(cfg: Config, model_name: str, tokenizer, workers: int) -> tuple[Da
     return train, heldout
 
 
-def make_anchor(cfg: Config, model: nn.Module, train: Dataset, backend: TorchBackend) -> Anchor | None:
-    if not cfg.anchor_weight:
-        return None
-    tokens = torch.stack([train[i]["tokens"][: cfg.anchor_length] for i in range(min(cfg.anchor_rows, len(train)))])
-    with model.disable_adapter():
-        return Anchor.of(model, tokens, cfg.anchor_weight, backend)
-
-
 def describe(cfg: Config, made: dict, train: Dataset, backend: TorchBackend, workers: int) -> None:
     """Print the plan of the run, and check that it fits in memory."""
     from qat_lora.export.gguf import export_formats  # brings nine modules that nothing else here needs
@@ -253,13 +241,13 @@ def describe(cfg: Config, made: dict, train: Dataset, backend: TorchBackend, wor
         say(line)
     say(f"{cfg.max_steps} updates in mode {cfg.mode} on {len(train)} rows")
     say(export_formats(made["model"]))
-    cfg.describe(model, train, backend, workers, *memory(cfg, model))
+    cfg.describe(model, train, backend, workers, phases(cfg, model, backend))
 
 
-def memory(cfg: Config, model: nn.Module) -> tuple[Parts, dict[str, Parts]]:
-    """The memory of the anchor in training, and of the phase that fits the adapter to the quantisation error."""
-    anchor = {"anchor": Anchor.memory(model, cfg.anchor_rows * cfg.anchor_length)} if cfg.anchor_weight else {}
-    return anchor, {"fitting the adapter": fitting_memory(model)} if cfg.adapter_init == "error" else {}
+def phases(cfg: Config, model: nn.Module, backend: TorchBackend) -> dict[str, Parts]:
+    """The memory of the anchor's rows in training, and of fitting the adapter to the quantisation error."""
+    found = {"fitting the adapter": fitting_memory(model)} if cfg.adapter_init == "error" else {}
+    return found | ({"anchor": cfg.memory(model, cfg.anchor_length(), backend)["training"]} if cfg.anchor_cache else {})
 
 
 def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
@@ -275,16 +263,15 @@ def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
     made = {"model": cfg.model or EMBEDDED, "spec": {"mlp": "uniform4/r32", "attn": "uniform4/r32", "head": "none"}}
     made = read_made(cfg) if Path(cfg.checkpoint or "").is_file() else made
     model = backend.place(adapted(cfg, empty_student(made | {"model": planned_name(made["model"])})))
-    with backend.phase("anchor"):
-        anchor = make_anchor(cfg, model, rows, backend)
     set_up_blocks(model, backend, cfg.gradient_checkpointing, cfg.compile)
 
     def evaluate(step: int) -> dict:
         return MEASURES[cfg.mode](model, rows, backend, cfg.batch_size, cfg.batch_size)
 
     length = len(rows[0]["tokens"])
-    recover(model, rows, cfg.mode, cfg.plan(), anchor, backend.rehearsal(count * length), evaluate)
-    return cfg.memory(model, length, backend, *memory(cfg, model))
+    session = backend.rehearsal(count * length, cfg.planned_anchor(count))
+    recover(model, rows, cfg.mode, cfg.plan(), session, evaluate)
+    return cfg.memory(model, length, backend, phases(cfg, model, backend))
 
 
 if __name__ == "__main__":

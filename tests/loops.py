@@ -29,8 +29,8 @@ def train_qat(student, train, plan, session, evaluate) -> None:
     script("train_qat").end_to_end(student, train, plan, session, evaluate)
 
 
-def train_recovery_lora(model, train, mode, plan, anchor, session, evaluate) -> None:
-    script("train_recovery_lora").recover(model, train, mode, plan, anchor, session, evaluate)
+def train_recovery_lora(model, train, mode, plan, session, evaluate) -> None:
+    script("train_recovery_lora").recover(model, train, mode, plan, session, evaluate)
 
 
 def train_grpo(model, reference, prompts, judge, plan, session, evaluate=lambda step: {}) -> None:

@@ -16,8 +16,8 @@ class Rehearsal:
 
     resumed, offset = None, 0
 
-    def __init__(self, backend: Rehearsing, tokens: int):
-        self.backend, self.tokens = backend, tokens
+    def __init__(self, backend: Rehearsing, tokens: int, anchor=None):
+        self.backend, self.tokens, self.anchor = backend, tokens, anchor
 
     def steps(self, stage: str, total: int, state, load, evaluate=None) -> Iterator[int]:
         if evaluate:
@@ -43,9 +43,9 @@ class Rehearsing:
     updates = 2  # that a rehearsal makes
     is_last = False
 
-    def rehearsal(self, tokens: int) -> Rehearsal:
-        """The session of a rehearsal. tokens: of an update, over all chips."""
-        return Rehearsal(self, tokens)
+    def rehearsal(self, tokens: int, anchor=None) -> Rehearsal:
+        """The session of a rehearsal. tokens: of an update, over all chips; anchor: see Session."""
+        return Rehearsal(self, tokens, anchor)
 
     def repeated(self, name: str, tokens: int) -> Iterator[None]:
         """The number of updates, each in a phase `name`, for what is no stage of a run."""

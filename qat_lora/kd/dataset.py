@@ -114,9 +114,14 @@ class KDCacheDataset(Dataset):
 
 def open_splits(cache_dir: str, model: str, tokenizer) -> tuple[KDCacheDataset, KDCacheDataset]:
     """The training and held-out rows of a cache, for a model and its tokenizer."""
+    return tuple(open_split(cache_dir, split, model, tokenizer) for split in ("train", "heldout"))
+
+
+def open_split(cache_dir: str, split: str, model: str, tokenizer) -> KDCacheDataset:
+    """The rows of one split of a cache, for a model and its tokenizer."""
     check_built(cache_dir, None if model == EMBEDDED else model)
     facts = {"tokenizer": tokenizer_fingerprint(tokenizer), "vocab": load_config(model).vocab_size}
-    return KDCacheDataset(cache_dir, "train", **facts), KDCacheDataset(cache_dir, "heldout", **facts)
+    return KDCacheDataset(cache_dir, split, **facts)
 
 
 def teacher_of(cache_dir: str) -> str:

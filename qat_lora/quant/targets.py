@@ -1,6 +1,11 @@
 """Which quantisers a reader of low-bit models holds exactly and runs fast, for --target."""
 
+from dataclasses import dataclass, fields
+from typing import Literal
+
 from qat_lora.errors import UserError
+from qat_lora.run import options as opt
+from qat_lora.run.options import RunConfig
 
 # By target and bits: alternatives, of which each layer gets the first that fits its shape.
 HELD = {
@@ -23,3 +28,27 @@ def picked(target: str, bits: float) -> str:
             "with allocate_bits.py"
         )
     return held[bits]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetOptions(RunConfig):
+    target: Literal[*HELD] | None = opt.quantiser(
+        None, "reader to train for: picks quantisers, layer by layer, from what it holds exactly at --bits"
+    )
+    bits: float | None = opt.quantiser(None, "bits of a weight for --target [4]", at_least=2, at_most=8)
+
+    def for_target(self, *names: str) -> dict[str, str]:
+        """The values that --target gives the options `names`; {} without one. Raises UserError if they are given, too,
+        or if there are --bits without a target."""
+        if not self.target:
+            if self.bits:
+                raise UserError(
+                    f"--bits {self.bits:g} is for a --target; give one, or a quantiser such as --{names[0]} int4/g32; "
+                    "allocate_bits.py shares bits over layers"
+                )
+            return {}
+        found, usual = picked(self.target, self.bits or 4), {field.name: field.default for field in fields(self)}
+        for name in names:
+            if (given := getattr(self, name)) not in (found, usual[name]):
+                raise UserError(f"--target {self.target} picks --{name}; leave out --{name} {given}, or --target")
+        return dict.fromkeys(names, found)

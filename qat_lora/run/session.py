@@ -73,13 +73,14 @@ class Session:
         saved: Callable[[Path], None] | None = None,
         keep: int = KEEP,
         files: Sequence[str] = (),
+        anchor=None,
     ):
         """shown: figures to show next to the progress bar. saved(folder): called by worker 0 with every checkpoint that
         it has written, e.g. to copy it elsewhere; if it fails, training continues. keep: how many checkpoints to keep.
         files: files and folders of the run directory that a resumed run relies on; checkpoints keep copies of them, and
-        a resumed run restores them to their state at its checkpoint."""
+        a resumed run restores them to their state at its checkpoint. anchor: the kd.anchor.Anchor that loops add."""
         self.run, self.backend, self.every, self.shown, self.saved, self.keep = run, backend, every, shown, saved, keep
-        self.files = [run.metrics_path.name, *files]
+        self.files, self.anchor = [run.metrics_path.name, *files], anchor
         self.copying = True  # whether the last call of `saved` succeeded
         self.offset = 0  # steps of the stages before this one
         self.kinds: dict[str, type[Metric]] = {}  # {name: kind} of the recorded figures

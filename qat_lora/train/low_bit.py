@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from qat_lora.quant.targets import TargetOptions
 from qat_lora.run import options as opt
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ TOKENS, BATCH = 8192, 4  # calibration tokens; rows per batch
 
 
 @dataclass(frozen=True, kw_only=True)
-class LowBitOptions:
+class LowBitOptions(TargetOptions):
     """What a policy starts from; subclasses have `model`, `precision` and `seed`."""
 
     quantize: str = opt.quantiser(
@@ -36,12 +37,14 @@ class LowBitOptions:
     )  # fmt: skip
 
     def student_spec(self) -> StudentSpec | None:
-        """The quantisers; None in full precision. Raises UserError unless --checkpoint was made from --model."""
+        """The quantisers, of --quantize or --target or else of --checkpoint; None in full precision. Raises UserError
+        unless --checkpoint was made from --model."""
         from qat_lora.quant.spec import QuantSpec
         from qat_lora.quant.student import StudentSpec
 
+        found = self.for_target("quantize").get("quantize", self.quantize)
         made = self._made()
-        return StudentSpec(self.quantize, self.quantize) if QuantSpec.alternatives(self.quantize) else made
+        return StudentSpec(found, found) if QuantSpec.alternatives(found) else made
 
     def _made(self) -> StudentSpec | None:
         """The quantisers of --checkpoint."""

@@ -102,19 +102,17 @@ class TrainOptions(BatchOptions):
             )
 
     def memory(
-        self, model: nn.Module, length: int, backend: TorchBackend, beside: Parts | None = None,
-        more: dict[str, Parts] | None = None,
-    ) -> dict[str, Parts]:  # fmt: skip
-        """A worker's estimated memory in each phase, with rows of `length` tokens. beside: other memory in use during
-        training; more: other phases."""
+        self, model: nn.Module, length: int, backend: TorchBackend, more: dict[str, Parts] | None = None
+    ) -> dict[str, Parts]:
+        """A worker's estimated memory in each phase, with rows of `length` tokens. more: other phases."""
         from qat_lora.train.language_memory import loading_memory, training_memory
 
         sizes = self.batch_size, length, backend.bf16, self.gradient_checkpointing
-        training = training_memory(model, *sizes, beside, backend.static_shapes)
+        training = training_memory(model, *sizes, compiled=backend.static_shapes)
         return {"loading": loading_memory(model), "training": training} | (more or {})
 
     def describe(
-        self, model: nn.Module, train: Dataset, backend: TorchBackend, workers: int, beside: Parts | None = None,
+        self, model: nn.Module, train: Dataset, backend: TorchBackend, workers: int,
         more: dict[str, Parts] | None = None,
     ) -> None:  # fmt: skip
         """Print the effective batch, the epoch and a worker's estimated memory, see `memory`. Raises UserError if
@@ -134,4 +132,4 @@ class TrainOptions(BatchOptions):
             f"{workers} = {rows} rows or {rows * length} tokens"
         )
         say(f"an epoch: {len(train)} rows in {len(train) / rows:.1f} updates, {len(train) // workers} for each worker")
-        say(memory_line(self.memory(model, length, backend, beside, more), backend))
+        say(memory_line(self.memory(model, length, backend, more), backend))

@@ -16,6 +16,7 @@ from qat_lora.backend.xla import fallback_names
 from qat_lora.data.batches import batches
 from qat_lora.experiments.musclebob.questions import heldout_questions
 from qat_lora.experiments.musclebob.validation import BobSampler
+from qat_lora.kd.anchor import Anchor
 from qat_lora.kd.targets import teacher_targets
 from qat_lora.kd.training import heldout_figures, kd_loss
 from qat_lora.kernels.head import Head
@@ -23,7 +24,6 @@ from qat_lora.kernels.optimizer import new_optimizer
 from qat_lora.layer_qat import LayerPlan, train_layers
 from qat_lora.lora.adapter import save_adapter
 from qat_lora.lora.add import add_adapter
-from qat_lora.lora.recovery import Anchor
 from qat_lora.models.architecture import decoder_layers
 from qat_lora.models.loading import load_model, load_tokenizer
 from qat_lora.quant.blockwise import compensate_block, first_inputs
@@ -100,13 +100,13 @@ def recovery() -> dict:
     def train(backend, session) -> None:
         student, data = make_student(CPU).requires_grad_(False), Cached(6)
         model = backend.place(add_adapter(student, 2, 4, ("q", "v", "down"), seed=0))
-        anchor = Anchor.of(model, Cached(2).tokens, 0.5, backend)
+        session.anchor = Anchor(Cached(7), 0.5)
 
         def evaluate(step: int) -> dict:
             save_adapter(model, OUT / f"adapter-{backend.kind}", "student")
             return heldout_figures(model, data, backend, 2, 4)
 
-        train_recovery_lora(model, data, "kd", Plan(4, 2, 1, 3e-3, 1, 1.0, seed=0), anchor, session, evaluate)
+        train_recovery_lora(model, data, "kd", Plan(4, 2, 1, 3e-3, 1, 1.0, seed=0), session, evaluate)
 
     found = on_both("recovery", train, Every(log=1, evaluate=2, save=2))
     xla, cpu = (load_file(OUT / f"adapter-{name}" / "adapter_model.safetensors") for name in ("xla", "cpu"))

@@ -48,7 +48,7 @@ def test_impossible_values_of_qat_are_refused(refuse, qat, tmp_path, flags, part
     [
         ("--targets q,w", "q,k,v,o,gate,up,down"), ("--recovery-r 0", "--lora-r 0"), ("--mode dpo", "kd, sft, recover"),
         ("--recovery-alpha 1e30", "alpha 1e+30"), ("--anchor-weight -1", "--anchor-weight"),
-        ("--anchor-length 1", "--anchor-length"), ("--adapter-init loftq", "zero, error"),
+        ("--anchor-cache nowhere", "nowhere has no manifest.json"), ("--adapter-init loftq", "zero, error"),
     ],
 )  # fmt: skip
 def test_impossible_values_of_recovery_are_refused(refuse, recovery, tmp_path, flags, part):

@@ -12,7 +12,7 @@ from qat_lora.quant.targets import FORMATS, HELD
 
 SHAPE = {
     "hidden_size": 256, "intermediate_size": 320, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "num_key_value_heads": 2, "max_position_embeddings": 1024,
 }  # fmt: skip
 SHORT = [*CPU, *["--max-steps", "3", "--batch-size", "4", "--eval-rows", "8", "--log-every", "1", "--seed", "1"]]
 BLOCKS = ["--layer-steps", 1, "--layer-rows", 8]  # so that every student is a trained one
@@ -112,6 +112,17 @@ def test_what_a_target_does_not_hold_is_refused_before_training(llama, refuse, t
     _, cache = llama
     assert said in refuse("train_qat", "--cache-dir", cache, "--output-dir", tmp_path / "run", *flags, *SHORT)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("script", ["train_cot_sft", "train_musclebob_improved"])
+def test_fine_tuning_in_low_bits_is_planned_for_a_target(model, run, refuse, capsys, script):
+    flags = ["--dry-run", "--model", model("llama"), "--max-prompt-length", 300, "--max-new-tokens", 48]
+    run(script, *flags, "--target", "llama.cpp", "--bits", 2)
+    said = capsys.readouterr().out
+    assert "target llama.cpp: 12 layers int2/g16+offset/s4x256 as Q2_K, 2 layers int2/g64 as Q2_0" in said
+    wrong = refuse(script, *flags, "--target", "mlx", "--quantize", "int4/g32")
+    assert "--target mlx picks --quantize; leave out --quantize int4/g32, or --target" in wrong
+    assert "--bits 3 is for a --target" in refuse(script, *flags, "--bits", 3)
 
 
 @pytest.mark.parametrize("kind, target, said", [

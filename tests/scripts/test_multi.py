@@ -27,7 +27,7 @@ COMMON = "--device cpu --precision fp32 --log-every 1 --eval-rows 8 --save-every
 QAT = f"{COMMON} --mlp balanced2/g32 --attn lut4/r4 --init rtn --max-steps 5 --eval-every 3 --warmup-steps 2".split()
 LONG = f"{COMMON} --mlp balanced2/g32 --attn lut4/r4 --init rtn --max-steps 100 --eval-every 0 --save-every 20".split()
 TWO = ["--from-scratch", "--batch-size", 2]
-RECOVERY = f"{COMMON} --max-steps 4 --eval-every 2 --recovery-r 2 --anchor-weight 0.1 --anchor-length 8".split()
+RECOVERY = f"{COMMON} --max-steps 4 --eval-every 2 --recovery-r 2".split()
 
 
 def assert_same_run(one: Path, other: Path, relative: float = 0, weight: float = 0, tokens: int = 4 * 32) -> None:
@@ -35,7 +35,7 @@ def assert_same_run(one: Path, other: Path, relative: float = 0, weight: float =
     ours, theirs = lines(one), lines(other)
     assert [line["step"] for line in ours] == [line["step"] for line in theirs]
     for a, b in zip(ours, theirs):
-        for key in ("loss", "kl", "grad_norm", "lr", "heldout_kl", "heldout_nll"):
+        for key in ("loss", "kl", "anchor_kl", "grad_norm", "lr", "heldout_kl", "heldout_nll"):
             assert (key in a) == (key in b) and a.get(key, 0) == pytest.approx(b.get(key, 0), rel=relative)
         assert a.get("tokens", tokens) == b.get("tokens", tokens) == tokens, "counted over all workers"
     assert {summary(run)["status"] for run in (one, other)} == {"finished"}
@@ -73,7 +73,15 @@ def test_gptq_with_two_workers_uses_the_rows_of_both(run, forks, qat, tmp_path):
 
 
 def test_recovery_with_two_workers_equals_one_worker(run, forks, make_student, sharp_model_dir, sharp_cache, tmp_path):
-    flags = ["--checkpoint", make_student(sharp_model_dir), "--kd-cache-dir", sharp_cache, *RECOVERY]
+    flags = [
+        "--checkpoint",
+        make_student(sharp_model_dir),
+        "--kd-cache-dir",
+        sharp_cache,
+        "--anchor-cache",
+        sharp_cache,
+        *RECOVERY,
+    ]
     run("train_recovery_lora", *flags, "--batch-size", 4, "--output-dir", tmp_path / "one")
     rows = ["--batch-size", 1, "--accumulation-steps", 2, "--output-dir", tmp_path / "two"]
     forks.pair("train_recovery_lora_multi", *flags, *rows)

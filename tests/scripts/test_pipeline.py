@@ -118,11 +118,11 @@ def test_recovery_leaves_a_complete_run_and_a_peft_adapter(pipeline):
 
 
 @pytest.mark.parametrize("mode", ["sft", "recover"])
-def test_recovery_trains_on_text_too(recover, tmp_path, mode):
+def test_recovery_trains_on_text_too(recover, pipeline, tmp_path, mode):
     rows = [{"instruction": f"Count to {n}.", "output": " ".join(map(str, range(n)))} for n in range(1, 60)]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = ["--dataset", tmp_path / "chats.jsonl" if mode == "sft" else "embedded", "--length", 32, "--max-rows", 40]
-    recover(tmp_path / "run", "--mode", mode, *text, "--heldout-fraction", 0.2, "--anchor-weight", 0.1)
+    recover(tmp_path / "run", "--mode", mode, *text, "--heldout-fraction", 0.2, "--anchor-cache", pipeline / "cache")
     nll = curve(tmp_path / "run", "heldout_nll")
     assert min(nll) < nll[0]
     assert (tmp_path / "run" / "adapter" / "adapter_config.json").is_file()

@@ -111,15 +111,19 @@ def test_a_cache_with_a_date_in_its_text_resumes_on_another_day(run, dated, tmp_
 
 
 # -- the same update, split differently; other evaluation and saving -------------------------------------------------
-def test_the_legal_fine_tune_resumes_with_another_split_and_other_evaluations(run, die, sharp_model_dir, tmp_path):
+def test_the_legal_fine_tune_resumes_with_another_split_and_other_evaluations(
+    run, die, sharp_model_dir, sharp_cache, tmp_path
+):
     same = ["--epochs", 0.4, "--accumulation-steps", 2, "--lora-dropout", 0]  # dropout follows the split
-    fixed = ["--model", sharp_model_dir, *LAW, *same]
+    fixed = ["--model", sharp_model_dir, *LAW, *same, "--anchor-cache", sharp_cache]
     run("train_cot_sft", *fixed, "--output-dir", tmp_path / "whole")
     flags = [*fixed, "--output-dir", tmp_path / "run", "--resume", "auto"]
     die("train_cot_sft", *flags)
     other = ["--no_gradient_checkpointing", "--keep", 3, "--eval-every", 2, "--answer-rows", 3, "--save-every", 3]
     run("train_cot_sft", *flags, "--batch-size", 1, "--accumulation-steps", 4, *other)
     assert curve(tmp_path / "run", "loss") == pytest.approx(curve(tmp_path / "whole", "loss"), rel=1e-4)
+    anchor = [curve(tmp_path / name, "anchor_kl") for name in ("run", "whole")]
+    assert anchor[0] == pytest.approx(anchor[1], abs=1e-4) and len(anchor[1]) > 1
     changed = json.loads((tmp_path / "run" / "manifest.json").read_text())["resumed"][0]["changed"]
     assert changed["batch_size"] == 1 and changed["keep"] == 3 and "learning_rate" not in changed
     with pytest.raises(UserError, match=r"rows_per_update .* is 4 there"):

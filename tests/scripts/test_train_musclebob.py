@@ -102,6 +102,19 @@ def test_a_run_killed_in_either_stage_resumes_to_the_same_end(
     assert_same_files(tmp_path, trained, *files, "model/model.safetensors")
 
 
+def test_an_anchor_goes_on_with_its_next_rows(train, tmp_path, sharp_cache, dies_in):
+    """In both stages, and in updates whose answers teach nothing."""
+    flags = ["--anchor-cache", sharp_cache, "--save-every", 1]
+    for name, at in (("text_loss", 2), ("roll_out", 2), ("roll_out", 2)):
+        with dies_in(name, at):
+            train(*flags, "--output-dir", tmp_path / "parts", "--resume", "auto")
+    train(*flags, "--output-dir", tmp_path / "parts", "--resume", "auto")
+    train(*flags, "--output-dir", tmp_path / "whole")
+    logged = [[line for line in lines(tmp_path / name) if "loss" in line] for name in ("parts", "whole")]
+    assert logged[0] == logged[1] and all("anchor_kl" in line for line in logged[1])
+    assert_same_files(tmp_path / "parts", tmp_path / "whole", "model/model.safetensors")
+
+
 def weights_of(folder) -> dict:
     return load_file(folder / "model.safetensors")
 

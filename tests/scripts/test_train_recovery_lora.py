@@ -62,7 +62,7 @@ def test_experts_get_an_adapter_only_on_request(run, mixtral, sharp_cache, tmp_p
     assert "adapter: 6 layers (q_proj, v_proj, o_proj in each of 2 blocks), " in said
     assert "experts are left as they are; --targets auto,experts adapts them too" in said
 
-    more = ["--targets", "auto, experts", "--adapter-init", "error", "--recovery-r", "4", "--anchor-weight", "0.1"]
+    more = ["--targets", "auto, experts", "--adapter-init", "error", "--recovery-r", "4"]
     run("train_recovery_lora", *flags(mixtral, sharp_cache, tmp_path / "run", *more, "--learning-rate", "1e-3"))
     said = capsys.readouterr().out
     assert "q_proj, v_proj, o_proj, experts.down_proj, experts.gate_up_proj in each of 2 blocks" in said

@@ -42,10 +42,12 @@ def check_sizes(model: nn.Module, prompts: int, group: int, length: int, backend
 
 
 def memory_of(
-    model: nn.Module, sft: Plan | None, grpo: GRPOPlan, prompt: int, checkpointing: bool, backend: TorchBackend
-) -> dict[str, Parts]:
-    """The memory that each phase takes, with prompts of `prompt` tokens. A validation also holds the original model;
-    GRPO also holds its reference model if beta is not 0. In GRPO a prompt and its answers share one row."""
+    model: nn.Module, sft: Plan | None, grpo: GRPOPlan, prompt: int, anchor: int, checkpointing: bool,
+    backend: TorchBackend,
+) -> dict[str, Parts]:  # fmt: skip
+    """The memory that each phase takes, with prompts of `prompt` tokens and rows of an anchor of `anchor` (0: none).
+    A validation also holds the original model; GRPO also holds its reference model if beta is not 0. In GRPO a prompt
+    and its answers share one row."""
     start = 4 * sum(p.numel() for p in model.parameters())
     reference = {"reference model": start} if grpo.objective.beta else {}
     row, together = prompt + grpo.length, prompt + grpo.group * grpo.length
@@ -62,18 +64,21 @@ def memory_of(
         phases["SFT"] = training(sft.batch_size, row, None)
     if grpo.steps:
         phases["GRPO"] = training(grpo.batch_size, together, reference)
+    if anchor:
+        phases["anchor"] = training(max(grpo.batch_size, sft.batch_size if sft else 0), anchor, reference)
     return phases
 
 
 def describe(
-    model: nn.Module, sft: Plan | None, grpo: GRPOPlan, prompt: int, checkpointing: bool, backend: TorchBackend
-) -> None:
+    model: nn.Module, sft: Plan | None, grpo: GRPOPlan, prompt: int, anchor: int, checkpointing: bool,
+    backend: TorchBackend,
+) -> None:  # fmt: skip
     """Print the plans, the memory (see `memory_of`) and what slows the device down."""
     if sft:
         say(f"SFT: {sft.steps} updates of {sft.batch_size} conversations")
     say(f"GRPO: {grpo.steps} updates of {grpo.batch_size} × {grpo.accumulation} prompts × {grpo.group} answers")
     say(f"{prompt} + {grpo.length} tokens, {grpo.objective}, {grpo.sampling}")
-    say(memory_line(memory_of(model, sft, grpo, prompt, checkpointing, backend), backend))
+    say(memory_line(memory_of(model, sft, grpo, prompt, anchor, checkpointing, backend), backend))
     if backend.static_shapes and checkpointing:
         say("warning: gradient checkpointing is switched off on XLA; a lower --batch-size needs less memory")
     if backend.static_shapes and HUGEPAGES.is_file() and "[always]" not in HUGEPAGES.read_text(encoding="utf-8"):
