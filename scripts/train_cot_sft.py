@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qat_lora.data.options import TokenOptions
+from qat_lora.experiments.low_bit import LowBitOptions
 from qat_lora.kd.options import AnchorOptions
 from qat_lora.models.packaged import CHOICES, EMBEDDED
 from qat_lora.run import options as opt
 from qat_lora.run.command_line import check_command_line, run_script
 from qat_lora.run.options import JobConfig
-from qat_lora.train.low_bit import LowBitOptions
 from qat_lora.train.options import BatchOptions
 
 NAME = "train_cot_sft"

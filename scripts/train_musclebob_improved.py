@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qat_lora.data.options import ChatOptions
+from qat_lora.experiments.low_bit import LowBitOptions
 from qat_lora.kd.options import AnchorOptions
 from qat_lora.models.packaged import CHOICES, EMBEDDED
 from qat_lora.rl import REDUCTIONS, SCALES
 from qat_lora.run import options as opt
 from qat_lora.run.command_line import check_command_line, run_script
-from qat_lora.train.low_bit import LowBitOptions
 from qat_lora.train.options import BatchOptions, LoopOptions
 
 NAME = "train_musclebob_improved"

@@ -28,6 +28,7 @@ from qat_lora.run.options import JobConfig
 from qat_lora.train.options import TrainOptions
 
 NAME = "train_qat"
+OWN = ("target", "mlp", "attn", "head", "layers", "checkpoint", "layer_steps")  # what --init own decides or rules out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +55,10 @@ class Config(TargetOptions, TrainOptions, JobConfig):
     layers: str | None = opt.quantiser(
         None, "quantisers of single layers, e.g. 0.*=int4/g64,*.down_proj=int3/g64; allocate_bits.py chooses them"
     )
-    init: Literal["rtn", "mse", "gptq"] = opt.quantiser(
+    init: Literal["rtn", "mse", "gptq", "own"] = opt.quantiser(
         "mse",
-        "initial scales: rtn (round to nearest), mse (least squared error) or gptq (mse, with error compensation)",
+        "initial scales: rtn (round to nearest), mse (least squared error) or gptq (mse, with error compensation); or "
+        "own, the quantisers and scales of a low-bit --model",
     )
     layer_steps: int = opt.training(0, "updates per block of the layer-wise stage; 0 skips the stage", **opt.UPDATES)
     layer_rows: int = opt.training(32, "training rows used by --init and by the layer-wise stage", at_least=1)
@@ -80,6 +82,7 @@ from qat_lora.backend import TorchBackend, open_planned, planned_workers
 from qat_lora.backend.opening import launch
 from qat_lora.data.batches import first_batches
 from qat_lora.errors import UserError
+from qat_lora.export.own import own_spec, own_student
 from qat_lora.kd.dataset import KDCacheDataset, open_splits, planned_rows, teacher_of
 from qat_lora.kd.training import heldout_figures, kd_loss, target_entropy, usual_rates
 from qat_lora.layer_qat import LayerPlan, train_layers
@@ -103,6 +106,10 @@ from qat_lora.train.memory import Parts
 def main(cfg: Config) -> None:
     check(cfg)
     cfg = dataclasses.replace(with_model(cfg), **cfg.for_target("mlp", "attn"))
+    if cfg.init == "own":
+        given = [name for name in OWN if getattr(cfg, name) != getattr(Config, name)]
+        spec = own_spec(cfg.model, *given)
+        cfg = dataclasses.replace(cfg, **{name: text or None for name, text in vars(spec).items()})
     if not cfg.dry_run:
         return launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
     backend = open_planned(cfg.device, cfg.precision)
@@ -120,7 +127,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     facts, trained = facts_of(cfg, train, layer_batch, backend)
     spec, by_block = student_spec(cfg), bool(cfg.layer_steps) or cfg.init == "gptq"
     # before open_run, so that an error leaves no run behind; the other workers get worker 0's values
-    start = load_start(cfg.checkpoint, cfg.model, spec, by_block) if backend.is_main else None
+    start = first_student(cfg, spec, by_block) if backend.is_main else None
     run = open_run(NAME, cfg, facts, backend.group)
     cfg = dataclasses.replace(cfg, **backend.group.on_main(lambda: learning_rates(cfg, start[0])))
     backend.seed(cfg.seed)
@@ -224,7 +231,7 @@ def facts_of(cfg: Config, train: KDCacheDataset, layer_batch: int, backend: Torc
     facts = backend.facts | {"cache": train.fingerprint, "student": str(spec)}
     facts["base"] = group.on_main(lambda: model_fingerprint(cfg.model))
     facts |= cfg.update_facts(backend.world_size)
-    trained = False
+    trained = cfg.init == "own"
     if cfg.checkpoint:
         facts["start"], trained = group.on_main(lambda: check_start(cfg.checkpoint, cfg.model, spec, cfg.layer_steps))
     if cfg.layer_steps:  # an update of that stage is one batch per worker
@@ -238,6 +245,13 @@ def learning_rates(cfg: Config, student: nn.Module) -> dict[str, float]:
     rate, by_layer = cfg.learning_rate or usual, cfg.layer_learning_rate or usual_by_layer
     say(f"peak learning rate {rate:g}" + (f", layer by layer {by_layer:g}" if cfg.layer_steps else ""))
     return {"learning_rate": rate, "layer_learning_rate": by_layer}
+
+
+def first_student(cfg: Config, spec: StudentSpec, by_block: bool) -> tuple[nn.Module, bool]:
+    """The student before training, and whether its scales are set."""
+    if cfg.init == "own":
+        return own_student(cfg.model, spec), True
+    return load_start(cfg.checkpoint, cfg.model, spec, by_block)
 
 
 def start_student(

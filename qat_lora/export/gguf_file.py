@@ -67,6 +67,11 @@ def to_gguf_rows(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
+def from_gguf_rows(rows: np.ndarray, heads: int) -> np.ndarray:
+    """The inverse of `to_gguf_rows`."""
+    return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape) if heads else rows
+
+
 def model_writer(name: str, file_type: int) -> tuple[GGUFWriter, list[str]]:
     """A writer with a model's metadata and tokenizer but no file yet, and notes about them for the user."""
     config = load_config(name)

@@ -272,14 +272,10 @@ def _super_blocks(kind: str, spec: QuantSpec, parts: StoredWeight) -> np.ndarray
 def _from_super_blocks(kind: str, spec: QuantSpec, data: np.ndarray) -> tuple:
     """Codes [blocks, 256], and scales and offsets [blocks, groups] in fp32, of the blocks of a k-quant."""
 
-    def number(start: int) -> np.ndarray:
-        start %= data.shape[1]
-        return np.ascontiguousarray(data[:, start : start + 2]).view("<f2").astype(np.float32)
-
     def bits(part: np.ndarray) -> np.ndarray:
         return np.unpackbits(part[:, None], axis=1, bitorder="little").reshape(len(part), -1)
 
-    d, offset = number(-2), None
+    (d, least), offset = factors(kind, data), None
     if kind == "Q3_K":
         q = unplanes(data[:, 32:96], 2, 32) | bits(data[:, :32]) << 2
         scale = unpack_sixteen(data[:, 96:108]).astype(np.float32) - 32
@@ -287,13 +283,20 @@ def _from_super_blocks(kind: str, spec: QuantSpec, data: np.ndarray) -> tuple:
         q = unplanes(data[:, :128], 4, 64) | unplanes(data[:, 128:192], 2, 32) << 4
         scale = np.ascontiguousarray(data[:, 192:208]).view(np.int8)
     elif kind == "Q2_K":
-        q, d, offset = unplanes(data[:, 16:80], 2, 32), number(-4), number(-2) * (data[:, :16] >> 4)
+        q, offset = unplanes(data[:, 16:80], 2, 32), least * (data[:, :16] >> 4)
         scale = data[:, :16] & 15
     else:
-        d, (scale, integers) = number(0), unpack_eight(data[:, 4:16])
-        offset, q = number(2) * integers, unplanes(data[:, -128:], 4, 32)
+        scale, integers = unpack_eight(data[:, 4:16])
+        offset, q = least * integers, unplanes(data[:, -128:], 4, 32)
         q = q | bits(data[:, 16:48]) << 4 if kind == "Q5_K" else q
     return q - np.uint8(_shift(kind, spec)), d * scale, None if offset is None else -offset
+
+
+def factors(kind: str, data: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """d and, if there are offsets, m' of a k-quant's blocks [blocks, bytes]: fp32 [blocks, 1]."""
+    places = {"Q2_K": (-4, -2), "Q3_K": (-2,), "Q6_K": (-2,)}.get(kind, (0, 2))
+    found = [np.ascontiguousarray(data[:, p % data.shape[1] :][:, :2]).view("<f2").astype(np.float32) for p in places]
+    return found[0], found[1] if len(found) > 1 else None
 
 
 def _shift(kind: str, spec: QuantSpec) -> int:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from qat_lora.errors import UserError
 from qat_lora.export.hf import ADAPTER_FOLDER, write_adapter
 from qat_lora.export.source import Source
+from qat_lora.kernels.codes import pack_codes, unpack_codes
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import load_tokenizer, plain_state
 from qat_lora.models.writing import differs
-from qat_lora.quant.codes import pack_codes, unpack_codes
 from qat_lora.quant.linear import ExpertWeight, Quantizer, StoredWeight, each, quantized_layers
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.run.files import read_json, write_json, writing

@@ -28,6 +28,7 @@ from qat_lora.models.check import check
 from qat_lora.models.identity import check_pickle, fingerprint, headers, tokenizer_fingerprint
 from qat_lora.models.multimodal import full_class, language_model, loads_as_text, text_class, text_config, text_part
 from qat_lora.models.packaged import EMBEDDED, PACKAGED
+from qat_lora.models.packed import packing, unpacked
 from qat_lora.models.source import (
     TOKENIZERS,
     WEIGHTS,
@@ -80,7 +81,8 @@ NO_PART = re.compile(r"(^|\.)mtp([._]|$)|rotary_emb\.inv_freq$|(^|\.)position_id
 
 def _load(kind, name: str, **options):
     check_source(name)
-    source = model_source(name)
+    packing(name)  # refuses other methods
+    source = {"pretrained_model_name_or_path": None} if "state_dict" in options else model_source(name)
     fault = hub_fault("model", name) if is_hub(name) else None
     offline = fault is not None  # files downloaded by an earlier run still load
     with (
@@ -157,6 +159,9 @@ def _full_config(name: str) -> PreTrainedConfig:
                 f"model {name!r} has {lost}, which transformers {transformers.__version__} does not read from a .gguf "
                 "file, so its results would be wrong; give the model as a folder"
             )
+    for key in ("quantization_config", "quantization"):  # load_model reads what they describe
+        if packing(name) and hasattr(config, key):
+            delattr(config, key)
     for part in (config, text_part(config)):  # unused here, and transformers would not save a config that requests them
         part.output_attentions = part.output_hidden_states = False
         part.return_dict = True
@@ -227,6 +232,9 @@ def load_model(name: str) -> nn.Module:
     options = {"dtype": torch.float32, "config": copy.deepcopy(config), "output_loading_info": True}
     if "gguf_file" in model_source(name) and hasattr(transformers, "GgufConfig"):
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)  # keep no quantised blocks
+    if packing(name):
+        packed, plain = unpacked(name)
+        options["state_dict"] = plain | {f"{layer}.weight": weight.value() for layer, weight in packed.items()}
     try:
         full, found = _load(full_class(name, config), name, ignore_mismatched_sizes=True, **options)
     except UserError:
@@ -358,7 +366,7 @@ def check_headers(name: str) -> None:
     other formats are checked when they are loaded."""
     whole = _full_config(name)
     kind = full_class(name, whole)
-    files = [] if is_hub(name) or is_planned(name) else weight_files(name)
+    files = [] if is_hub(name) or is_planned(name) or packing(name) else weight_files(name)
     if not files or any(file.suffix != ".safetensors" for file in files):
         return
     stored = headers(files)

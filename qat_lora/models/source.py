@@ -214,11 +214,6 @@ def check_source(name: str) -> None:
             "another folder, then give just the model, or also that folder as --adapter"
         )
     config = config_json(name)
-    if method := stored_quantised(name):
-        raise UserError(
-            f"model {name!r} is stored quantised ({method}) and cannot be loaded in full precision; give its bf16, "
-            "fp16 or fp32 version"
-        )
     kind = config.get("model_type")
     if not config or (isinstance(kind, str) and kind in CONFIG_MAPPING):
         return

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.errors import UserError, first_line
+from qat_lora.kernels.codes import pack_codes, pack_ternary, unpack_codes, unpack_ternary
 from qat_lora.kernels.head import Head
 from qat_lora.kernels.norms import norms_in_one_step
 from qat_lora.models.architecture import decoder_layers, matrices, unwrap
@@ -17,7 +18,6 @@ from qat_lora.models.head_form import head_form
 from qat_lora.models.identity import short
 from qat_lora.models.loading import empty_model, load_model, model_fingerprint
 from qat_lora.models.source import absolute_name
-from qat_lora.quant.codes import pack_codes, pack_ternary, unpack_codes, unpack_ternary
 from qat_lora.quant.linear import (
     Quantizer,
     QuantLinear,

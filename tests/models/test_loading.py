@@ -243,23 +243,30 @@ def test_a_config_that_requests_more_than_logits_can_be_written_again(folder, tm
 
 
 # -- stored quantised ------------------------------------------------------------------------------------------------
-METHODS = (
-    "aqlm", "auto-round", "awq", "bitnet", "bitsandbytes", "compressed-tensors", "eetq", "fbgemm_fp8", "fp8", "gptq",
-    "higgs", "hqq", "mxfp4", "quanto", "quark", "spqr", "torchao", "vptq", "a method of tomorrow",
+METHODS = (  # without the layouts that models.packed reads
+    "aqlm", "auto-round", "awq", "bitnet", "bitsandbytes", "compressed-tensors", "eetq", "fbgemm_fp8", "fp8", "higgs",
+    "hqq", "mxfp4", "quanto", "quark", "spqr", "torchao", "vptq", "a method of tomorrow",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("where", [
     *({"quantization_config": {"quant_method": method, "bits": 4}} for method in METHODS),
     {"compression_config": {"format": "pack-quantized"}},
-    {"quantization": {"group_size": 64, "bits": 4}},  # as MLX writes it
     {"text_config": {"quantization_config": {"quant_method": "gptq", "bits": 4}}},
 ])  # fmt: skip
 def test_a_model_that_is_stored_quantised_is_refused_by_name(folder, where):
     edit(folder, **where)
     said = refused(folder, load_config, load_tokenizer, load_model, empty_model)
     method = next(iter(where.values())).get("quant_method", next(iter(where)))
-    assert f"is stored quantised ({'gptq' if 'text_config' in where else method}) and cannot be loaded in full" in said
+    assert f"is stored quantised ({'gptq' if 'text_config' in where else method}), which is not read here" in said
+
+
+@pytest.mark.parametrize("where", [
+    {"quantization_config": {"quant_method": "gptq", "bits": 4}}, {"quantization": {"group_size": 64, "bits": 4}},
+])  # fmt: skip
+def test_a_model_whose_config_says_that_it_is_packed_has_to_be(folder, where):
+    edit(folder, **where)
+    assert "none of its layers is packed" in refused(folder, load_model)
 
 
 @pytest.mark.parametrize("file", ["quantize_config.json", "quant_config.json", "hf_quant_config.json"])

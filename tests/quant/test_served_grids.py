@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from qat_lora.quant.codes import pack_ternary, unpack_ternary
+from qat_lora.kernels.codes import pack_ternary, unpack_ternary
 from qat_lora.quant.gptq import Inputs, solve
 from qat_lora.quant.init import set_scale
 from qat_lora.quant.linear import QuantLinear

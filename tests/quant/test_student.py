@@ -11,8 +11,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qat_lora.errors import UserError
+from qat_lora.kernels.codes import pack_codes, unpack_codes
 from qat_lora.models.loading import empty_model, load_model
-from qat_lora.quant.codes import pack_codes, unpack_codes
 from qat_lora.quant.linear import Quantizer, QuantLinear, effective_weight, freeze, quantized_layers
 from qat_lora.quant.student import (
     StudentSpec,

@@ -15,7 +15,7 @@ COMMON = {field.name for field in dataclasses.fields(JobConfig)}
 # Shared options are read in the modules that define them.
 SHARED = [
     ROOT / "qat_lora" / name
-    for name in ("data/options.py", "train/options.py", "train/low_bit.py", "kd/options.py", "quant/targets.py")
+    for name in ("data/options.py", "train/options.py", "experiments/low_bit.py", "kd/options.py", "quant/targets.py")
 ]
 SHARED.append(ROOT / "qat_lora" / "experiments" / "stories" / "models.py")  # reads those of a finished run, too
 VARIANTS = {"train_recovery_lora_multi", "train_v2_tpu_multi"}  # these use the options of another script

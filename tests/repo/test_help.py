@@ -92,7 +92,7 @@ def test_options_are_completed(tmp_path):
 def test_presets_and_choices_are_completed(tmp_path):
     script = ROOT / "scripts" / "train_qat.py"
     found = completions(tmp_path, (script, "--config q2_g"), (script, "--init "))
-    assert found == [{"q2_g32", "q2_g64"}, {"rtn", "mse", "gptq"}]
+    assert found == [{"q2_g32", "q2_g64"}, {"rtn", "mse", "gptq", "own"}]
 
 
 # -- incomplete installations ----------------------------------------------------------------------------------------

@@ -28,8 +28,10 @@ class LowBitOptions(TargetOptions):
     quantize: str = opt.quantiser(
         "none", "quantiser of the MLP and attention weights, e.g. int4/g32 [none, or those of --checkpoint]"
     )
-    init: Literal["mse", "gptq"] = opt.quantiser(
-        "mse", "initial scales of --quantize: mse (least squared error) or gptq (mse, with error compensation)"
+    init: Literal["mse", "gptq", "own"] = opt.quantiser(
+        "mse",
+        "initial scales of --quantize: mse (least squared error) or gptq (mse, with error compensation); or own, the "
+        "quantisers and scales of a low-bit --model",
     )
     checkpoint: str | None = opt.quantiser(
         None, "start from this student (a best.pt of train_qat.py), with its quantisers if --quantize names none",
@@ -37,12 +39,15 @@ class LowBitOptions(TargetOptions):
     )  # fmt: skip
 
     def student_spec(self) -> StudentSpec | None:
-        """The quantisers, of --quantize or --target or else of --checkpoint; None in full precision. Raises UserError
-        unless --checkpoint was made from --model."""
+        """The quantisers, of --quantize or --target or else of --checkpoint or the model; None in full precision.
+        Raises UserError unless --checkpoint was made from --model."""
+        from qat_lora.export.own import own_spec
         from qat_lora.quant.spec import QuantSpec
         from qat_lora.quant.student import StudentSpec
 
         found = self.for_target("quantize").get("quantize", self.quantize)
+        if self.init == "own":
+            return own_spec(self.model, *["quantize"] * (found != "none"), *["checkpoint"] * bool(self.checkpoint))
         made = self._made()
         return StudentSpec(found, found) if QuantSpec.alternatives(found) else made
 
@@ -62,12 +67,15 @@ class LowBitOptions(TargetOptions):
 
     def load_policy(self, spec: StudentSpec | None) -> nn.Module:
         """The model on the CPU. A student without scales is rounded to nearest until `set_scales`."""
+        from qat_lora.export.own import own_student
         from qat_lora.models.loading import load_model
         from qat_lora.quant.calibration import load_start
         from qat_lora.quant.init import initialise
 
         if spec is None:
             return load_model(self.model)
+        if self.init == "own":
+            return own_student(self.model, spec)
         student, has_scales = load_start(self.checkpoint, self.model, spec, self.init == "gptq")
         if not has_scales:
             initialise(student, search=False)
@@ -78,7 +86,7 @@ class LowBitOptions(TargetOptions):
         with `segments` or, at the targets, `mask`; their padding is left out."""
         from qat_lora.quant.calibration import calibrate
 
-        if spec not in (None, self._made()):
+        if self.init != "own" and spec not in (None, self._made()):
             calibrate(student, self.init, _packed(rows, self.seed), self.precision)
 
     def start_facts(self, spec: StudentSpec | None) -> dict:

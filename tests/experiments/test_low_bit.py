@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from qat_lora.train import low_bit
-from qat_lora.train.low_bit import _packed
+from qat_lora.experiments import low_bit
+from qat_lora.experiments.low_bit import _packed
 
 PAD = 99
 

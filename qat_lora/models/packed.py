@@ -1,0 +1,136 @@
+"""Folders whose linear layers are packed codes: GPTQ (version 1), AutoRound in its form, compressed-tensors, MLX.
+
+The numbers of bits and weights of a group follow from the shapes of the tensors.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from qat_lora.errors import UserError
+from qat_lora.kernels.codes import unpack_codes
+from qat_lora.models.source import config_json, stored_quantised, weight_files
+
+
+class PackedWeight(NamedTuple):
+    """A weight [out, in] of a file: (code + lowest) · scale + offset, with codes uint8 [out, in] of `bits` bits; scale
+    and offset, if it has one, fp32 [out, groups]."""
+
+    codes: np.ndarray
+    bits: int
+    lowest: int
+    scale: np.ndarray
+    offset: np.ndarray | None = None
+
+    @property
+    def kind(self) -> str:
+        """Its quantiser, as QuantSpec.parse takes it."""
+        return f"int{self.bits}/g{self.codes.shape[1] // self.scale.shape[1]}" + "+offset" * (self.offset is not None)
+
+    def value(self) -> Tensor:
+        """fp32 [out, in]."""
+        (out, columns), groups = self.codes.shape, self.scale.shape[1]
+        found = (self.codes.astype(np.float32) + self.lowest).reshape(out, groups, -1) * self.scale[:, :, None]
+        found = found if self.offset is None else found + self.offset[:, :, None]
+        return torch.from_numpy(found.reshape(out, columns))
+
+
+def from_words(packed: Tensor, bits: int) -> np.ndarray:
+    """int32 words [rows, columns·bits/32] → integers uint8 [rows, columns]: a stream of bits, lowest first."""
+    shape = (len(packed), packed.shape[1] * 32 // bits)
+    return unpack_codes(packed.contiguous().view(torch.uint8).view(-1), bits, shape).numpy()
+
+
+def _numbers(tensor: Tensor) -> np.ndarray:
+    return np.ascontiguousarray(tensor.float().numpy())
+
+
+def _gptq(tensors: dict[str, Tensor], layer: str, config: dict) -> PackedWeight:
+    columns, scale = len(tensors["g_idx"]), _numbers(tensors["scales"].T)
+    bits, groups = tensors["qweight"].shape[0] * 32 // columns, scale.shape[1]
+    if not torch.equal(tensors["g_idx"].long(), torch.arange(columns) // (columns // groups)):
+        raise UserError(f"{layer} groups inputs in the order of their size (desc_act); quantise without it")
+    if (from_words(tensors["qzeros"], bits) != 2 ** (bits - 1) - 1).any():
+        raise UserError(f"{layer} has zero points (sym is false); quantise with sym, or give an MLX or GGUF model")
+    return PackedWeight(from_words(tensors["qweight"].T, bits), bits, -(2 ** (bits - 1)), scale)
+
+
+def _compressed(tensors: dict[str, Tensor], layer: str, config: dict) -> PackedWeight:
+    columns = int(tensors["weight_shape"][1])
+    bits = tensors["weight_packed"].shape[1] * 32 // columns
+    return PackedWeight(
+        from_words(tensors["weight_packed"], bits), bits, -(2 ** (bits - 1)), _numbers(tensors["weight_scale"])
+    )
+
+
+def _mlx(tensors: dict[str, Tensor], layer: str, config: dict) -> PackedWeight:
+    own = config["quantization"].get(layer, config["quantization"])
+    scale, offset = _numbers(tensors["scales"]), _numbers(tensors["biases"])
+    return PackedWeight(from_words(tensors["weight"].view(torch.int32), own["bits"]), own["bits"], 0, scale, offset)
+
+
+class Packing(NamedTuple):
+    """A format: the suffixes of a layer's tensors, the first of which marks one, and what they mean."""
+
+    suffixes: tuple[str, ...]
+    weight: Callable[[dict[str, Tensor], str, dict], PackedWeight]
+
+
+PACKINGS = {
+    "gptq": Packing(("qweight", "qzeros", "scales", "g_idx"), _gptq),
+    "compressed-tensors": Packing(("weight_packed", "weight_scale", "weight_shape"), _compressed),
+    "quantization": Packing(("scales", "biases", "weight"), _mlx),  # MLX
+}
+
+
+def packing(name: str) -> Packing | None:
+    """How the linear layers of a model are packed; None if they are not. Raises UserError for another method."""
+    method, config = stored_quantised(name), config_json(name)
+    if not method:
+        return None
+    own = config.get("quantization_config", {})  # that of a part of a multimodal model is not read
+    told = {key: own.get(key) for key in ("checkpoint_format", "packing_format", "format")}
+    reads = {
+        "gptq": own and told["checkpoint_format"] in (None, "gptq"),
+        "auto-round": told["packing_format"] == "auto_round:auto_gptq",
+        "compressed-tensors": told["format"] == "pack-quantized",
+        "quantization": "quantization" in config,
+    }
+    if not reads.get(method):
+        said = ", ".join([method, *(f"{key} {value}" for key, value in told.items() if value)])
+        raise UserError(
+            f"model {name!r} is stored quantised ({said}), which is not read here; give its bf16, fp16 or fp32 "
+            "version, or one in GPTQ's form, compressed-tensors' pack-quantized, MLX or GGUF"
+        )
+    return PACKINGS["gptq" if method == "auto-round" else method]
+
+
+def unpacked(name: str) -> tuple[dict[str, PackedWeight], dict[str, Tensor]]:
+    """The packed weights of a model, by the name of their layer, and its other tensors. Raises UserError for a layer
+    with another layout, e.g. zero points."""
+    how, config = packing(name), config_json(name)
+    held: dict[str, Tensor] = {}
+    for path in weight_files(name):
+        held |= load_file(path)
+    first = how.suffixes[0]
+    layers = [key.removesuffix(f".{first}") for key in held if key.endswith(f".{first}")]
+    packed = {}
+    for layer in layers:
+        mine = [key for key in held if key.rpartition(".")[0] == layer and not key.endswith(".bias")]
+        tensors = {key.rpartition(".")[2]: held.pop(key) for key in mine}
+        try:
+            if tensors.keys() != set(how.suffixes):
+                raise UserError(
+                    f"{layer} is stored as {', '.join(sorted(tensors))}, which is read only if it is "
+                    f"{', '.join(how.suffixes)}"
+                )
+            packed[layer] = how.weight(tensors, layer, config)
+        except (UserError, ValueError, RuntimeError, ArithmeticError, LookupError) as error:
+            raise UserError(f"model {name!r}: {error}") from error
+    if not packed:
+        raise UserError(f"model {name!r} is stored quantised by its config.json, but none of its layers is packed")
+    return packed, held
