@@ -50,9 +50,12 @@ def _numbers(tensor: Tensor) -> np.ndarray:
 
 
 def _gptq(tensors: dict[str, Tensor], layer: str, config: dict) -> PackedWeight:
-    columns, scale = len(tensors["g_idx"]), _numbers(tensors["scales"].T)
-    bits, groups = tensors["qweight"].shape[0] * 32 // columns, scale.shape[1]
-    if not torch.equal(tensors["g_idx"].long(), torch.arange(columns) // (columns // groups)):
+    scale = _numbers(tensors["scales"].T)
+    out, groups = scale.shape
+    bits = tensors["qzeros"].shape[1] * 32 // out
+    columns = tensors["qweight"].shape[0] * 32 // bits
+    usual = torch.arange(columns) // (columns // groups)
+    if not torch.equal(tensors.get("g_idx", usual).long(), usual):
         raise UserError(f"{layer} groups inputs in the order of their size (desc_act); quantise without it")
     if (from_words(tensors["qzeros"], bits) != 2 ** (bits - 1) - 1).any():
         raise UserError(f"{layer} has zero points (sym is false); quantise with sym, or give an MLX or GGUF model")
@@ -74,16 +77,18 @@ def _mlx(tensors: dict[str, Tensor], layer: str, config: dict) -> PackedWeight:
 
 
 class Packing(NamedTuple):
-    """A format: the suffixes of a layer's tensors, the first of which marks one, and what they mean."""
+    """A format: the suffixes of a layer's tensors, the first of which marks one, those that it may also have, and what
+    they mean."""
 
     suffixes: tuple[str, ...]
+    more: tuple[str, ...]
     weight: Callable[[dict[str, Tensor], str, dict], PackedWeight]
 
 
 PACKINGS = {
-    "gptq": Packing(("qweight", "qzeros", "scales", "g_idx"), _gptq),
-    "compressed-tensors": Packing(("weight_packed", "weight_scale", "weight_shape"), _compressed),
-    "quantization": Packing(("scales", "biases", "weight"), _mlx),  # MLX
+    "gptq": Packing(("qweight", "qzeros", "scales"), ("g_idx",), _gptq),
+    "compressed-tensors": Packing(("weight_packed", "weight_scale", "weight_shape"), (), _compressed),
+    "quantization": Packing(("scales", "biases", "weight"), (), _mlx),  # MLX
 }
 
 
@@ -123,7 +128,7 @@ def unpacked(name: str) -> tuple[dict[str, PackedWeight], dict[str, Tensor]]:
         mine = [key for key in held if key.rpartition(".")[0] == layer and not key.endswith(".bias")]
         tensors = {key.rpartition(".")[2]: held.pop(key) for key in mine}
         try:
-            if tensors.keys() != set(how.suffixes):
+            if tensors.keys() - {*how.more} != {*how.suffixes}:
                 raise UserError(
                     f"{layer} is stored as {', '.join(sorted(tensors))}, which is read only if it is "
                     f"{', '.join(how.suffixes)}"

@@ -21,6 +21,7 @@ from qat_lora.quant.spec import Levels, QuantSpec
 # The smallest scale; scales below 2⁻¹³ are multiples of it. Half of any scale is then still an exact fp16 number, which
 # GGUF's Q4_0 needs for half-integer levels.
 SMALLEST_SCALE = 2.0**-23
+SMALLEST_FACTOR = 2.0**-24  # of narrow scales, which files hold as they are: fp16's smallest number
 
 
 class StoredWeight(NamedTuple):
@@ -194,7 +195,7 @@ def _parameter(*shape: int) -> nn.Parameter:
 
 def _factor(reach: Tensor, levels: Levels) -> Tensor:
     """What narrow integers are multiplied by: [R, blocks, 1]."""
-    return Stored.apply(reach / levels.largest, SMALLEST_SCALE)
+    return Stored.apply(reach / levels.largest, SMALLEST_FACTOR)
 
 
 def _for_each(factor: Tensor, values: Tensor) -> Tensor:

@@ -137,9 +137,9 @@ def test_what_is_not_read_is_refused_by_name(low, full, refuse, tmp_path):
         tensors[f"{layer}.g_idx"] = tensors[f"{layer}.g_idx"].flip(0).contiguous()
 
     def missing(tensors):
-        del tensors[f"{layer}.g_idx"]
+        del tensors[f"{layer}.qzeros"]
 
-    for edit, said in ((zeros, "has zero points"), (turned, "desc_act"), (missing, "is stored as qweight, qzeros, sc")):
+    for edit, said in ((zeros, "has zero points"), (turned, "desc_act"), (missing, "is stored as g_idx, qweight, scales, which")):
         wrong = refuse("train_qat", *flags, edited(path, tmp_path / edit.__name__, edit))
         assert layer in wrong and said in wrong
     awq = edited(path, tmp_path / "awq", lambda tensors: None)
