@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from qat_lora.export.packed import Layout, from_words, words
+from qat_lora.export.packed import Layout, words
+from qat_lora.models.packed import PACKINGS
 from qat_lora.quant.linear import StoredWeight
 from qat_lora.quant.spec import QuantSpec
 
@@ -30,8 +31,8 @@ def _misfit(spec: QuantSpec, shape: tuple[int, int]) -> str | None:
 
 
 def _tensors(parts: StoredWeight, spec: QuantSpec) -> dict[str, Tensor]:
-    turn, bits = _coding(spec)
-    integers = turn * parts.codes.astype(np.int16) + round(turn * spec.lowest) + 2 ** (bits - 1)
+    (turn, bits), (_, first) = _coding(spec), _integers(spec)
+    integers = turn * parts.codes.astype(np.int16) + first + 2 ** (bits - 1)
     scale = parts.scale / np.float32(turn)
     kind = np.float32 if spec.narrow else np.float16  # a product of two numbers needs more than fp16 has
     return {
@@ -41,11 +42,9 @@ def _tensors(parts: StoredWeight, spec: QuantSpec) -> dict[str, Tensor]:
     }
 
 
-def _parts(tensors: dict[str, Tensor], spec: QuantSpec) -> StoredWeight:
-    turn, bits = _coding(spec)
-    signed = from_words(tensors["weight_packed"], bits).astype(np.int16) - 2 ** (bits - 1)
-    codes = (signed - round(turn * spec.lowest)) // turn
-    return StoredWeight(codes.astype(np.uint8), tensors["weight_scale"].float().numpy() * np.float32(turn))
+def _integers(spec: QuantSpec) -> tuple[int, int]:
+    turn, _ = _coding(spec)
+    return turn, round(turn * spec.lowest)
 
 
 def _config(kinds: dict[str, QuantSpec], student: nn.Module) -> dict:
@@ -63,4 +62,4 @@ def _config(kinds: dict[str, QuantSpec], student: nn.Module) -> dict:
     return {"quantization_config": own | {"config_groups": groups, "ignore": linear}}
 
 
-LAYOUT = Layout("compressed-tensors", _misfit, _tensors, _parts, _config)
+LAYOUT = Layout("compressed-tensors", _misfit, _tensors, _integers, PACKINGS["compressed-tensors"], _config)

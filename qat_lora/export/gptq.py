@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.errors import UserError
-from qat_lora.export.packed import Layout, from_words, words
+from qat_lora.export.packed import Layout, words
 from qat_lora.models.architecture import decoder_layers
+from qat_lora.models.packed import PACKINGS
 from qat_lora.quant.linear import StoredWeight
 from qat_lora.quant.spec import QuantSpec
 
@@ -43,10 +44,8 @@ def _tensors(parts: StoredWeight, spec: QuantSpec) -> dict[str, Tensor]:
     }
 
 
-def _parts(tensors: dict[str, Tensor], spec: QuantSpec) -> StoredWeight:
-    zeros = from_words(tensors["qzeros"], spec.bits).astype(np.int16) + 1
-    shifted = from_words(tensors["qweight"].T, spec.bits) - zeros.T[:, tensors["g_idx"].long().numpy()] + _zero(spec)
-    return StoredWeight(shifted.astype(np.uint8), np.ascontiguousarray(tensors["scales"].float().numpy().T))
+def _integers(spec: QuantSpec) -> tuple[int, int]:
+    return 1, -_zero(spec)
 
 
 def _config(kinds: dict[str, QuantSpec], student: nn.Module, name: str) -> dict:
@@ -71,5 +70,6 @@ def _linears(student: nn.Module) -> list[str]:
 
 
 GPTQ, AUTOROUND = (
-    Layout(name, _misfit, _tensors, _parts, functools.partial(_config, name=name)) for name in ("gptq", "autoround")
+    Layout(name, _misfit, _tensors, _integers, PACKINGS["gptq"], functools.partial(_config, name=name))
+    for name in ("gptq", "autoround")
 )

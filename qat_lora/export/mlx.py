@@ -12,9 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from qat_lora.errors import UserError
-from qat_lora.export.packed import Layout, from_words, words
+from qat_lora.export.packed import Layout, words
 from qat_lora.export.source import Source
 from qat_lora.models.architecture import decoder_layers
+from qat_lora.models.packed import PACKINGS
 from qat_lora.quant.linear import StoredWeight, each
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.run.files import write_json
@@ -60,9 +61,8 @@ def _tensors(parts: StoredWeight, spec: QuantSpec) -> dict[str, Tensor]:
     }
 
 
-def _parts(tensors: dict[str, Tensor], spec: QuantSpec) -> StoredWeight:
-    scale, bias = (tensors[name].float().numpy() for name in ("scales", "biases"))
-    return StoredWeight(from_words(tensors["weight"].view(torch.int32), spec.bits), scale, bias)
+def _integers(spec: QuantSpec) -> tuple[int, int]:
+    return 1, 0
 
 
 def _config(kinds: dict[str, QuantSpec], student: nn.Module) -> dict:
@@ -97,5 +97,6 @@ def _adapter(source: Source, folder: Path, shown: Path) -> None:
 
 
 LAYOUT = Layout(
-    "mlx", _misfit, _tensors, _parts, _config, _adapter, tables=True, kinds=(frozenset(KINDS.split()), "mlx-lm 0.32.2")
-)
+    "mlx", _misfit, _tensors, _integers, PACKINGS["quantization"], _config, _adapter, tables=True,
+    kinds=(frozenset(KINDS.split()), "mlx-lm 0.32.2"),
+)  # fmt: skip

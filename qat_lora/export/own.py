@@ -12,7 +12,7 @@ from qat_lora.export.gguf_file import from_gguf_rows, tensor_names, turned_heads
 from qat_lora.export.gguf_types import QUANTISED, TYPES, decode, factors
 from qat_lora.models.architecture import decoder_layers, matrices
 from qat_lora.models.loading import empty_model, gguf_reader, load_model, plain_state
-from qat_lora.models.packed import packing, unpacked
+from qat_lora.models.packed import PackedWeight, packing, unpacked
 from qat_lora.models.source import model_source, weight_files
 from qat_lora.quant.linear import Quantizer, quantized_layers
 from qat_lora.quant.spec import NAMES
@@ -50,7 +50,7 @@ def own_spec(name: str, *given: str) -> StudentSpec:
 def _kinds(name: str, model: nn.Module) -> dict[str, str]:
     """The quantiser of each quantised layer, by its name."""
     if packing(name):
-        return {layer: weight.kind for layer, weight in unpacked(name)[0].items()}
+        return {layer: _grid(f"{name} in {layer}", weight)[0] for layer, weight in unpacked(name)[0].items()}
     found = {}
     for layer, tensor in _gguf_tensors(name, model).items() if "gguf_file" in model_source(name) else ():
         kind = tensor.tensor_type.name
@@ -59,6 +59,16 @@ def _kinds(name: str, model: nn.Module) -> dict[str, str]:
         if kind in QUANTISED:
             found[layer] = NAMES[kind.lower()]
     return found
+
+
+def _grid(where: str, weight: PackedWeight) -> tuple[str, int]:
+    """The quantiser of a packed weight, and the sign of its scales there: levels −1 … 2 are −2 … 1 mirrored."""
+    size, edge = weight.codes.shape[1] // weight.scale.shape[1], 2 ** (weight.bits - 1)
+    if weight.offset is not None:
+        return f"int{weight.bits}/g{size}+offset", 1
+    if weight.lowest not in (-edge, 1 - edge):
+        raise UserError(f"--init own: {where} has the zero point {-weight.lowest}; use --init mse or gptq")
+    return f"int{weight.bits}/g{size}", 1 if weight.lowest == -edge else -1
 
 
 def _gguf_tensors(name: str, model: nn.Module) -> dict:
@@ -81,7 +91,8 @@ def own_student(name: str, spec: StudentSpec) -> nn.Module:
         stored = path if path in (packed or tensors) or not tied else paths[id(embedding)]
         quantizer, weight = layer.quantizer, layer.weight
         if packed:
-            quantizer.scale.copy_(_column(packed[stored].scale))
+            sign = _grid(name, packed[stored])[1]
+            quantizer.scale.copy_(sign * _column(packed[stored].scale))
             if quantizer.spec.offset:
                 quantizer.offset.copy_(_column(packed[stored].offset))
         else:

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from qat_lora.errors import UserError
 from qat_lora.export.hf import ADAPTER_FOLDER, write_adapter
 from qat_lora.export.source import Source
-from qat_lora.kernels.codes import pack_codes, unpack_codes
+from qat_lora.kernels.codes import pack_codes
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import load_tokenizer, plain_state
+from qat_lora.models.packed import PackedWeight, Packing
 from qat_lora.models.writing import differs
 from qat_lora.quant.linear import ExpertWeight, Quantizer, StoredWeight, each, quantized_layers
 from qat_lora.quant.spec import QuantSpec
@@ -31,8 +31,9 @@ class Layout:
     """How a format stores quantised layers.
 
     misfit(spec, shape): why it cannot hold a weight exactly; None if it can. tensors(parts, spec): what it stores of a
-    layer, by suffix of the layer's name. parts(tensors, spec): codes, scale and offset that these mean. config(kinds,
-    student): what it adds to config.json, for {layer: spec}; raises UserError for kinds that do not go together.
+    layer, by suffix of the layer's name. integers(spec): (turn, first): the integer of a code is turn·code + first, and
+    its unit 1/turn of the scale. packing: what reads the folder again. config(kinds, student): what it adds to
+    config.json, for {layer: spec}; raises UserError for kinds that do not go together.
     adapter(source, folder, shown): writes the adapter. tables: whether an embedding may be packed. kinds: the model
     types that its library knows, and its name; None if it knows every model that transformers does.
     """
@@ -40,7 +41,8 @@ class Layout:
     name: str
     misfit: Callable[[QuantSpec, tuple[int, int]], str | None]
     tensors: Callable[[StoredWeight, QuantSpec], dict[str, Tensor]]
-    parts: Callable[[dict[str, Tensor], QuantSpec], StoredWeight]
+    integers: Callable[[QuantSpec], tuple[int, int]]
+    packing: Packing
     config: Callable[[dict[str, QuantSpec], nn.Module], dict]
     adapter: Callable[[Source, Path, Path], None] = write_adapter
     tables: bool = False
@@ -164,25 +166,29 @@ def rope_for_others(config: dict) -> dict:
 
 def check_packed(plan: PackedPlan, folder: Path, shown: Path) -> None:
     """Read the folder back and compare: every code, scale and offset, and every plain value, bit for bit."""
-    with safe_open(folder / FILE, "pt") as file:
-        there = set(file.keys())
-        for name, value in plan.plain.items():
-            if name not in there or not torch.equal(file.get_tensor(name), value):
-                raise differs(shown / FILE, name)
-        for name, quantizer in plan.layers.items():
-            wanted, suffixes = quantizer.parts(), plan.tensors(quantizer)
-            if not {f"{name}.{suffix}" for suffix in suffixes} <= there:
-                raise differs(shown / FILE, name)
-            tensors = {suffix: file.get_tensor(f"{name}.{suffix}") for suffix in suffixes}
-            found = plan.layout.parts(tensors, quantizer.spec)
-            scale = each(wanted.scale, found.scale.shape[1])
-            same = np.array_equal(found.codes, wanted.codes) and np.array_equal(found.scale, scale)
-            if found.offset is not None:
-                implied = scale * np.float32(quantizer.spec.lowest)
-                offset = implied if wanted.offset is None else each(wanted.offset, scale.shape[1])
-                same = same and np.array_equal(found.offset, offset)
-            if not same:
-                raise differs(shown / FILE, name)
+    tensors, config = load_file(folder / FILE), read_json(folder / "config.json")
+    for name, value in plan.plain.items():
+        if name not in tensors or not torch.equal(tensors[name], value):
+            raise differs(shown / FILE, name)
+    for name, quantizer in plan.layers.items():
+        suffixes = plan.tensors(quantizer)
+        if not {f"{name}.{suffix}" for suffix in suffixes} <= tensors.keys():
+            raise differs(shown / FILE, name)
+        found = plan.layout.packing.weight({s: tensors[f"{name}.{s}"] for s in suffixes}, name, config)
+        if not _same(found, quantizer, *plan.layout.integers(quantizer.spec)):
+            raise differs(shown / FILE, name)
+
+
+def _same(found: PackedWeight, quantizer: Quantizer, turn: int, first: int) -> bool:
+    wanted = quantizer.parts()
+    scale = each(wanted.scale, found.scale.shape[1])
+    same = np.array_equal(found.codes.astype(np.int16) + found.lowest, turn * wanted.codes.astype(np.int16) + first)
+    same = same and np.array_equal(found.scale * np.float32(turn), scale)
+    if found.offset is not None:
+        implied = scale * np.float32(quantizer.spec.lowest)
+        offset = implied if wanted.offset is None else each(wanted.offset, scale.shape[1])
+        same = same and np.array_equal(found.offset, offset)
+    return same
 
 
 # -- integers and words ----------------------------------------------------------------------------------------------
@@ -190,9 +196,3 @@ def words(integers: np.ndarray, bits: int) -> Tensor:
     """Integers below 2^bits [rows, columns] as int32 words [rows, columns·bits/32]: a stream of bits, lowest first."""
     packed = pack_codes(torch.from_numpy(np.ascontiguousarray(integers)), bits)
     return packed.view(torch.int32).view(len(integers), -1)
-
-
-def from_words(packed: Tensor, bits: int) -> np.ndarray:
-    """The inverse of `words`: uint8 [rows, columns]."""
-    shape = (len(packed), packed.shape[1] * 32 // bits)
-    return unpack_codes(packed.contiguous().view(torch.uint8).view(-1), bits, shape).numpy()

@@ -26,11 +26,6 @@ class PackedWeight(NamedTuple):
     scale: np.ndarray
     offset: np.ndarray | None = None
 
-    @property
-    def kind(self) -> str:
-        """Its quantiser, as QuantSpec.parse takes it."""
-        return f"int{self.bits}/g{self.codes.shape[1] // self.scale.shape[1]}" + "+offset" * (self.offset is not None)
-
     def value(self) -> Tensor:
         """fp32 [out, in]."""
         (out, columns), groups = self.codes.shape, self.scale.shape[1]
@@ -57,9 +52,10 @@ def _gptq(tensors: dict[str, Tensor], layer: str, config: dict) -> PackedWeight:
     usual = torch.arange(columns) // (columns // groups)
     if not torch.equal(tensors.get("g_idx", usual).long(), usual):
         raise UserError(f"{layer} groups inputs in the order of their size (desc_act); quantise without it")
-    if (from_words(tensors["qzeros"], bits) != 2 ** (bits - 1) - 1).any():
+    zeros = from_words(tensors["qzeros"], bits)
+    if (zeros != zeros[0, 0]).any():
         raise UserError(f"{layer} has zero points (sym is false); quantise with sym, or give an MLX or GGUF model")
-    return PackedWeight(from_words(tensors["qweight"].T, bits), bits, -(2 ** (bits - 1)), scale)
+    return PackedWeight(from_words(tensors["qweight"].T, bits), bits, -1 - int(zeros[0, 0]), scale)
 
 
 def _compressed(tensors: dict[str, Tensor], layer: str, config: dict) -> PackedWeight:

@@ -15,6 +15,7 @@ from qat_lora.export.gptq import AUTOROUND, GPTQ
 from qat_lora.export.packed import FILE, check_packed, plan_packed, write_packed
 from qat_lora.export.source import load_source
 from qat_lora.export.targets import every_format
+from qat_lora.models.packed import unpacked
 from qat_lora.quant.student import StudentSpec, save_student
 
 SHAPE = {
@@ -60,13 +61,10 @@ def test_it_is_read_back_code_by_code_and_has_the_computed_size(source, tmp_path
     write_packed(made, plan, tmp_path, tmp_path)
     real = (tmp_path / FILE).stat().st_size
     assert abs(real - plan.bytes()) < 0.01 * real
-    for quantizer in plan.layers.values():
-        there = layout.parts(plan.tensors(quantizer), quantizer.spec)
-        spec, level = quantizer.spec, torch.from_numpy(there.codes).float() * quantizer.spec.step
-        scale = torch.from_numpy(there.scale).repeat_interleave(level.shape[1] // there.scale.shape[1], 1)
-        value = (level + spec.lowest) * scale if there.offset is None else level * scale + torch.from_numpy(
-            there.offset).repeat_interleave(level.shape[1] // there.offset.shape[1], 1)  # fmt: skip
-        torch.testing.assert_close(value, quantizer.decode(quantizer.codes), rtol=3e-7, atol=1e-9)
+    packed, _ = unpacked(str(tmp_path))
+    assert packed.keys() == plan.layers.keys()
+    for name, quantizer in plan.layers.items():
+        torch.testing.assert_close(packed[name].value(), quantizer.decode(quantizer.codes), rtol=3e-7, atol=1e-9)
     config = json.loads((tmp_path / "config.json").read_text())
     assert ("quantization" if layout is MLX else "quantization_config") in config
     assert (tmp_path / "tokenizer.json").exists() and (tmp_path / "generation_config.json").exists()
