@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import GGMLQuantizationType
 
 from qat_lora.errors import UserError
 from qat_lora.export.gguf_blocks import (
@@ -36,6 +36,7 @@ from qat_lora.export.gguf_blocks import (
     unpack_tq1,
     unplanes,
 )
+from qat_lora.models import gguf_q2
 from qat_lora.quant.linear import StoredWeight, each
 from qat_lora.quant.spec import QuantSpec
 
@@ -58,7 +59,7 @@ class BlockType:
 TYPES = {  # by bits per weight
     "TQ1_0": BlockType(34, 36, 256, 54),
     "TQ2_0": BlockType(35, 37, 256, 66),
-    "Q2_0": BlockType(42, 41, 64, 18),
+    "Q2_0": BlockType(gguf_q2.NUMBER, 41, gguf_q2.WEIGHTS, gguf_q2.BYTES),
     "Q2_K": BlockType(10, 10, 256, 84, 2, 16, 4, True),
     "Q3_K": BlockType(11, 12, 256, 110, 3, 16, 6),
     "Q4_0": BlockType(2, 2, 32, 18),
@@ -71,20 +72,6 @@ TYPES = {  # by bits per weight
     "F32": BlockType(0, 0, 1, 4),
 }
 QUANTISED = tuple(kind for kind in TYPES if kind not in ("F16", "F32"))
-
-
-def _teach_library() -> None:
-    """Add type 42, which llama.cpp reads, to the enum of gguf 0.19, as in later releases. The library's writer and
-    reader look types up there, so that Q2_0 works like any other type."""
-    number, shape = TYPES["Q2_0"].number, (TYPES["Q2_0"].weights, TYPES["Q2_0"].bytes)
-    if number not in GGMLQuantizationType._value2member_map_:
-        member = int.__new__(GGMLQuantizationType, number)
-        member._name_, member._value_ = "Q2_0", number
-        GGMLQuantizationType._value2member_map_[number] = member
-        GGML_QUANT_SIZES[member] = shape
-
-
-_teach_library()
 
 
 def library_type(kind: str) -> GGMLQuantizationType:

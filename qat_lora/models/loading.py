@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from qat_lora.backend.machine import check_memory, giving_memory_back
 from qat_lora.errors import UserError, first_line, one_line, to_stderr
+from qat_lora.models import gguf_q2  # noqa: F401
 from qat_lora.models.architecture import context_length, short_range
 from qat_lora.models.check import check
 from qat_lora.models.identity import check_pickle, fingerprint, headers, tokenizer_fingerprint

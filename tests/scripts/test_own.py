@@ -21,7 +21,9 @@ SHAPE = {
 }  # fmt: skip
 QAT = [*CPU, *["--batch-size", "8", "--eval-rows", "8", "--warmup-steps", "0"]]
 K_QUANTS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
-GRIDS = [("gguf", grid) for grid in (*K_QUANTS, "q4_0", "q4_1", "q8_0", "tq1_0", "balanced4/g32")]
+GRIDS = [
+    ("gguf", grid) for grid in (*K_QUANTS, "q4_0", "q4_1", "q8_0", "tq1_0", "q2_0", "ternary/g64", "balanced4/g32")
+]
 GRIDS += [("compressed-tensors", grid) for grid in ("int3/g64", "balanced4/g32", "ternary/g64", "int8/g256")]
 GRIDS += [("gptq", "int4/g64"), ("gptq", "int3/g32"), ("gptq", "ternary/g64"), ("autoround", "int2/g64")]
 GRIDS += [("mlx", "int5/g64+offset")]
