@@ -105,11 +105,7 @@ from qat_lora.train.memory import Parts
 # -- the experiment --------------------------------------------------------------------------------------------------
 def main(cfg: Config) -> None:
     check(cfg)
-    cfg = dataclasses.replace(with_model(cfg), **cfg.for_target("mlp", "attn"))
-    if cfg.init == "own":
-        given = [name for name in OWN if getattr(cfg, name) != getattr(Config, name)]
-        spec = own_spec(cfg.model, *given)
-        cfg = dataclasses.replace(cfg, **{name: text or None for name, text in vars(spec).items()})
+    cfg = settled(cfg)
     if not cfg.dry_run:
         return launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
     backend = open_planned(cfg.device, cfg.precision)
@@ -194,13 +190,17 @@ def check(cfg: Config) -> None:
         )
 
 
-def with_model(cfg: Config) -> Config:
-    """The options with the cache's teacher as the base model, if none is given."""
-    if cfg.model:
+def settled(cfg: Config) -> Config:
+    """The options with what they leave open: the cache's teacher as the base model, and the quantisers of --target or,
+    with --init own, of the model."""
+    if not cfg.model:
+        cfg = dataclasses.replace(cfg, model=teacher_of(cfg.cache_dir))
+        say(f"base model {cfg.model}: the teacher of {cfg.cache_dir}")
+    cfg = dataclasses.replace(cfg, **cfg.for_target("mlp", "attn"))
+    if cfg.init != "own":
         return cfg
-    cfg = dataclasses.replace(cfg, model=teacher_of(cfg.cache_dir))
-    say(f"base model {cfg.model}: the teacher of {cfg.cache_dir}")
-    return cfg
+    spec = own_spec(cfg.model, *[name for name in OWN if getattr(cfg, name) != getattr(Config, name)])
+    return dataclasses.replace(cfg, **{name: text or None for name, text in vars(spec).items()})
 
 
 def student_spec(cfg: Config) -> StudentSpec:
@@ -278,7 +278,7 @@ def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
     model has no weights, and all rows are zeros."""
     rows = planned_rows(cfg.cache_dir, cfg.update_facts(backend.world_size)["rows_per_update"])
     rates = dict.fromkeys(("learning_rate", "layer_learning_rate"), 1e-3)
-    cfg = dataclasses.replace(with_model(cfg), **rates)
+    cfg = dataclasses.replace(settled(cfg), **rates)
     session = backend.rehearsal(len(rows) * len(rows[0]["tokens"]))
     student = backend.place(quantize(empty_model(planned_name(cfg.model)), student_spec(cfg)))
 

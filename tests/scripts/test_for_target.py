@@ -1,6 +1,7 @@
 """--target: trained for a reader, exported to it, and refused before training where it does not fit."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from small import CACHE, CPU
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qat_lora.quant.targets import FORMATS, HELD
+from qat_lora.run.command_line import parse
 
 SHAPE = {
     "hidden_size": 256, "intermediate_size": 320, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -60,6 +62,16 @@ def test_a_student_of_a_target_is_trained_and_exported_exactly(llama, run, tmp_p
     if target != "hf":
         assert abs(record["bits_per_weight"] - record["student_bits_per_weight"]) < 0.75
         assert "read back" in capsys.readouterr().out
+
+
+def test_a_rehearsal_has_the_quantisers_of_the_target(llama, load_script, monkeypatch):
+    module, seen = load_script("train_qat"), []
+    monkeypatch.setattr(module, "quantize", lambda model, spec: seen.append(spec))
+    flags = ["--model", str(llama[0]), "--cache-dir", str(llama[1]), "--target", "llama.cpp", "--bits", "2"]
+    backend = SimpleNamespace(world_size=1, rehearsal=lambda tokens: None, place=seen.append)
+    with pytest.raises(AttributeError):  # there is no student, since only its quantisers matter here
+        module.rehearse(parse(module.Config, "train_qat", flags), backend)
+    assert seen[0].mlp.startswith("int2/g16+offset/s4x256")
 
 
 def test_the_chosen_quantisers_are_resumed_and_recovered(llama, run, tmp_path):
