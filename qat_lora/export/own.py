@@ -24,11 +24,9 @@ PLAIN = ("F32", "F16", "BF16")
 def own_spec(name: str, *given: str) -> StudentSpec:
     """The quantisers of a low-bit model's layers. given: options that would set them otherwise. Raises UserError if
     there are any, and for a model whose layers are not quantised so that a student can be."""
-    for option in given:
-        raise UserError(
-            f"--init own takes the quantisers and scales of --model; leave out --{option.replace('_', '-')}, or "
-            "--init own"
-        )
+    if given:
+        option = given[0].replace("_", "-")
+        raise UserError(f"--init own takes the quantisers and scales of --model; leave out --{option}, or --init own")
     model = empty_model(name)
     kinds, head = _kinds(name, model), model.get_output_embeddings()
     names = {id(module): path for path, module in model.named_modules()}

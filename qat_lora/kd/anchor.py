@@ -11,16 +11,16 @@ from qat_lora.train.loop import Stage, Update, row_stream
 
 
 class Anchor:
-    """Adds weight · KL(teacher ‖ model) to the loss of each update, on as many rows of a KD cache as the update trains
-    on. rows: items as of kd.dataset.KDCacheDataset."""
+    """Adds weight · KL(teacher ‖ model) to the loss of each update, over as many rows of a KD cache as the update has
+    of its own. rows: a KDCacheDataset, or another dataset of such items."""
 
     def __init__(self, rows: Dataset, weight: float):
         self.rows, self.weight = rows, weight
         self.stage: Stage | None = None
 
     def add_to(self, update: Update, model: nn.Module) -> None:
-        """Add the gradients of an update's rows and the metric anchor_kl. The rows depend on the update's number, so
-        that a resumed stage goes on with the next; call it in every update."""
+        """Add the anchor's gradients and the metric anchor_kl to an update. Call it in every update: the rows follow
+        from the update's number, which is how a resumed stage finds the right ones."""
         stage, backend = update.stage, update.stage.backend
         if stage is not self.stage:
             self.stage, self.batches = stage, row_stream(self.rows, stage.plan, backend)(update.number - 1)

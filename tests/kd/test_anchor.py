@@ -1,4 +1,4 @@
-"""The anchor's gradients. That a resumed run goes on with the next rows is tested with the scripts."""
+"""The anchor's gradients. tests/scripts covers the rows that a resumed run takes."""
 
 import pytest
 import torch

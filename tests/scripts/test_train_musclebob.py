@@ -102,7 +102,7 @@ def test_a_run_killed_in_either_stage_resumes_to_the_same_end(
     assert_same_files(tmp_path, trained, *files, "model/model.safetensors")
 
 
-def test_an_anchor_goes_on_with_its_next_rows(train, tmp_path, sharp_cache, dies_in):
+def test_a_resumed_run_takes_the_anchors_right_rows(train, tmp_path, sharp_cache, dies_in):
     """In both stages, and in updates whose answers teach nothing."""
     flags = ["--anchor-cache", sharp_cache, "--save-every", 1]
     for name, at in (("text_loss", 2), ("roll_out", 2), ("roll_out", 2)):
