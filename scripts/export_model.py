@@ -16,7 +16,7 @@ gguf    model.gguf with the trained codes and scales, each tensor in the smalles
         --adapter-as merged it is added to its layers, which become F16. --model without a student: any model in full
         precision, e.g. a fine-tuned or merged one; its matrices become F16
 
-compressed-tensors, gptq, autoround, mlx
+compressed-tensors, gptq, autoround, awq, mlx
         a folder with the trained codes, packed, for vLLM, SGLang and transformers, or for mlx-lm; other matrices are in
         fp16, vectors in fp32. The adapter is in adapter/, in PEFT's form or in mlx-lm's
 
@@ -40,7 +40,7 @@ class Config(ScriptConfig):
         None, "the student's base, if it has moved; without --checkpoint, the model to export as GGUF"
     )
     adapter: str | None = opt.model(None, "adapter trained on the student: the adapter/ of train_recovery_lora.py")
-    format: Literal["hf", "merged", "gguf", "compressed-tensors", "gptq", "autoround", "mlx"] = opt.run(
+    format: Literal["hf", "merged", "gguf", "compressed-tensors", "gptq", "autoround", "awq", "mlx"] = opt.run(
         "gguf", "format: hf (adapter beside the model), merged (adapter added to the weights), gguf, or packed codes"
     )
     output_dir: str | None = opt.run(None, "new folder to write the export to, e.g. exports/q2")

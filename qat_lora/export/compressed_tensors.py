@@ -1,8 +1,9 @@
 """compressed-tensors' pack-quantized folders, for vLLM, SGLang and transformers.
 
 A layer is weight_packed int32 [out, in·bits/32], weight_scale [out, groups] and weight_shape; a weight is scale times
-an integer with a sign, stored plus 2^(bits−1). Half-integer levels are odd integers of one bit more, times half the
-scale.
+an integer with a sign, stored plus 2^(bits−1). With zero points, weight_zero_point int32 [out·bits/32, groups] is
+subtracted from the integer; it is stored plus 2^(bits−1), too. Half-integer levels are odd integers of one bit more,
+times half the scale.
 """
 
 import numpy as np
@@ -23,8 +24,8 @@ def _coding(spec: QuantSpec) -> tuple[int, int]:
 def _misfit(spec: QuantSpec, shape: tuple[int, int]) -> str | None:
     if spec.codebook == "uniform" or spec.scale not in ("group", "tensor"):
         return "it has integer levels with one scale a group or row"
-    if spec.offset:
-        return "its offsets are whole levels, not trained values"
+    if spec.offset > spec.zero:
+        return "its offsets are whole levels; use +zero"
     if _coding(spec)[1] > 8:
         return "its integers have at most 8 bits"
     return f"{shape[1]} inputs are not divisible by 32" if shape[1] % 32 else None
@@ -32,14 +33,18 @@ def _misfit(spec: QuantSpec, shape: tuple[int, int]) -> str | None:
 
 def _tensors(parts: StoredWeight, spec: QuantSpec) -> dict[str, Tensor]:
     (turn, bits), (_, first) = _coding(spec), _integers(spec)
-    integers = turn * parts.codes.astype(np.int16) + first + 2 ** (bits - 1)
+    integers = turn * parts.codes.astype(np.int16) + (0 if spec.zero else first + 2 ** (bits - 1))
     scale = parts.scale / np.float32(turn)
     kind = np.float32 if spec.narrow else np.float16  # a product of two numbers needs more than fp16 has
-    return {
+    found = {
         "weight_packed": words(integers.astype(np.uint8), bits),
         "weight_scale": torch.from_numpy(scale.astype(kind)),
         "weight_shape": torch.tensor(parts.codes.shape),
     }
+    if spec.zero:
+        zeros = (-parts.offset_integers).astype(np.uint8)
+        found["weight_zero_point"] = words(zeros.T, bits).T.contiguous()
+    return found
 
 
 def _integers(spec: QuantSpec) -> tuple[int, int]:
@@ -52,7 +57,7 @@ def _config(kinds: dict[str, QuantSpec], student: nn.Module) -> dict:
     for number, spec in enumerate(dict.fromkeys(kinds.values())):
         size = spec.size if spec.scale == "group" else None
         weights = {
-            "num_bits": _coding(spec)[1], "type": "int", "symmetric": True, "dynamic": False, "actorder": None,
+            "num_bits": _coding(spec)[1], "type": "int", "symmetric": not spec.zero, "dynamic": False, "actorder": None,
             "strategy": "group" if size else "channel", "group_size": size,
         }  # fmt: skip
         targets = [name for name, kind in kinds.items() if kind == spec]

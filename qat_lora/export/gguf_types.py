@@ -93,7 +93,9 @@ class Coding:
 
 def coding(spec: QuantSpec, kind: str) -> Coding | None:
     """How a flat type stores the codes and scales of a quantiser, or None if it cannot represent its levels."""
-    if spec.codebook == "uniform" or spec.scale == "lowrank" or spec.narrow or (spec.offset and kind != "Q4_1"):
+    if spec.codebook == "uniform" or spec.scale == "lowrank" or spec.narrow or spec.zero:
+        return None
+    if spec.offset and kind != "Q4_1":
         return None
     if kind in ("TQ1_0", "TQ2_0"):
         return Coding(1, 0, 1.0) if spec.codebook == "ternary" else None

@@ -52,7 +52,7 @@ def _tensors(parts: StoredWeight, spec: QuantSpec) -> dict[str, Tensor]:
     groups = parts.codes.shape[1] // _group(spec, parts.codes.shape[1])
     scale = each(parts.scale, groups)
     bias = scale * np.float32(spec.lowest) if parts.offset is None else each(parts.offset, groups)
-    rounds = spec.narrow or spec.codebook == "balanced"  # products that fp16 does not hold
+    rounds = spec.narrow or spec.zero or spec.codebook == "balanced"  # products that fp16 does not hold
     kind = np.float32 if rounds else np.float16
     return {
         "weight": words(parts.codes, spec.bits).view(torch.uint32),

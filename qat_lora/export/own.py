@@ -48,7 +48,7 @@ def own_spec(name: str, *given: str) -> StudentSpec:
 def _kinds(name: str, model: nn.Module) -> dict[str, str]:
     """The quantiser of each quantised layer, by its name."""
     if packing(name):
-        return {layer: _grid(f"{name} in {layer}", weight)[0] for layer, weight in unpacked(name)[0].items()}
+        return {layer: _grid(weight)[0] for layer, weight in unpacked(name)[0].items()}
     found = {}
     for layer, tensor in _gguf_tensors(name, model).items() if "gguf_file" in model_source(name) else ():
         kind = tensor.tensor_type.name
@@ -59,14 +59,15 @@ def _kinds(name: str, model: nn.Module) -> dict[str, str]:
     return found
 
 
-def _grid(where: str, weight: PackedWeight) -> tuple[str, int]:
+def _grid(weight: PackedWeight) -> tuple[str, int]:
     """The quantiser of a packed weight, and the sign of its scales there: levels −1 … 2 are −2 … 1 mirrored."""
-    size, edge = weight.codes.shape[1] // weight.scale.shape[1], 2 ** (weight.bits - 1)
+    kind, edge = f"int{weight.bits}/g{weight.codes.shape[1] // weight.scale.shape[1]}", 2 ** (weight.bits - 1)
     if weight.offset is not None:
-        return f"int{weight.bits}/g{size}+offset", 1
-    if weight.lowest not in (-edge, 1 - edge):
-        raise UserError(f"--init own: {where} has the zero point {-weight.lowest}; use --init mse or gptq")
-    return f"int{weight.bits}/g{size}", 1 if weight.lowest == -edge else -1
+        return f"{kind}+offset", 1
+    zero = int(weight.zero.flat[0])
+    if zero in (edge, edge - 1) and (weight.zero == zero).all():
+        return kind, 1 if zero == edge else -1
+    return f"{kind}+zero", 1
 
 
 def _gguf_tensors(name: str, model: nn.Module) -> dict:
@@ -89,10 +90,11 @@ def own_student(name: str, spec: StudentSpec) -> nn.Module:
         stored = path if path in (packed or tensors) or not tied else paths[id(embedding)]
         quantizer, weight = layer.quantizer, layer.weight
         if packed:
-            sign = _grid(name, packed[stored])[1]
-            quantizer.scale.copy_(sign * _column(packed[stored].scale))
+            held = packed[stored]
+            sign = _grid(held)[1]
+            quantizer.scale.copy_(sign * _column(held.scale))
             if quantizer.spec.offset:
-                quantizer.offset.copy_(_column(packed[stored].offset))
+                quantizer.offset.copy_(_column(-(held.zero * held.scale) if quantizer.spec.zero else held.offset))
         else:
             _take_blocks(quantizer, tensors[stored], turned_heads(name, path))
         value = quantizer.decode(quantizer.encode(weight))

@@ -181,8 +181,10 @@ def check_packed(plan: PackedPlan, folder: Path, shown: Path) -> None:
 
 def _same(found: PackedWeight, quantizer: Quantizer, turn: int, first: int) -> bool:
     wanted = quantizer.parts()
-    scale = each(wanted.scale, found.scale.shape[1])
-    same = np.array_equal(found.codes.astype(np.int16) + found.lowest, turn * wanted.codes.astype(np.int16) + first)
+    scale, integers = each(wanted.scale, found.scale.shape[1]), turn * wanted.codes.astype(np.int16) + first
+    if quantizer.spec.zero and found.zero is not None:
+        integers = integers + found.each(wanted.offset_integers)
+    same = np.array_equal(found.integers(), integers)
     same = same and np.array_equal(found.scale * np.float32(turn), scale)
     if found.offset is not None:
         implied = scale * np.float32(quantizer.spec.lowest)

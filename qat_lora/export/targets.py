@@ -8,14 +8,14 @@ from qat_lora.errors import UserError
 from qat_lora.export import compressed_tensors, mlx
 from qat_lora.export.gguf import gguf_refusal, inexact, plan_gguf, stored_bits
 from qat_lora.export.gguf_types import fitting
-from qat_lora.export.gptq import AUTOROUND, GPTQ
+from qat_lora.export.gptq import AUTOROUND, AWQ, GPTQ
 from qat_lora.export.hf import hf_bytes
 from qat_lora.export.packed import packed_layers, plan_packed, rounding
 from qat_lora.export.source import Source
 from qat_lora.quant.linear import quantized_layers
 from qat_lora.quant.targets import FORMATS
 
-LAYOUTS = {layout.name: layout for layout in (compressed_tensors.LAYOUT, GPTQ, AUTOROUND, mlx.LAYOUT)}
+LAYOUTS = {layout.name: layout for layout in (compressed_tensors.LAYOUT, GPTQ, AUTOROUND, AWQ, mlx.LAYOUT)}
 
 
 def check_target(target: str, name: str, student: nn.Module) -> str:

@@ -102,10 +102,14 @@ def _descended(weight: Tensor, latent: Tensor, scale: Tensor, moment: Tensor, sp
 
 def _fit(weight: Tensor, quantizer: Quantizer, ratio: Tensor, moment: Tensor) -> None:
     """Set the group scales and offsets that minimise the error of the codes of ratio [out, in]."""
-    groups, size, count = quantizer.scale.shape[1], quantizer.spec.size, 1 + quantizer.spec.offset
+    groups, size = quantizer.scale.shape[1], quantizer.spec.size
+    zero = (quantizer.offset_matrix() / quantizer.scale_matrix()).round() if quantizer.spec.zero else None  # −Z stays
+    count = 1 + (quantizer.spec.offset and zero is None)
     strips, width = moment.view(groups, size, -1).repeat(count, 1, 1), weight.shape[1]
     for rows in torch.arange(len(weight)).split(max(1, ROOM // (count * groups * width))):
         level = nearest_level(ratio[rows], quantizer.spec).view(len(rows), groups, size)
+        if zero is not None:
+            level = level + zero[rows]
         basis = [level, torch.ones_like(level)][:count]
         spread = torch.cat(basis, 1).transpose(0, 1) @ strips  # [K, rows, in]
         found = spread.view(*spread.shape[:2], groups, size)
@@ -119,3 +123,5 @@ def _fit(weight: Tensor, quantizer: Quantizer, ratio: Tensor, moment: Tensor) ->
         quantizer.scale.data[rows] = torch.where(scale.abs() < before.abs() / 8, before, scale)
         if offset:
             quantizer.offset.data[rows] = offset[0]
+    if zero is not None:
+        quantizer.offset.data.copy_(zero * quantizer.scale_matrix())

@@ -86,22 +86,32 @@ def least_error(
 
 
 def least_error_range(groups: Tensor, importance: Tensor, spec: QuantSpec, search: bool) -> tuple[Tensor, Tensor]:
-    """The scale, above 0, and the offset of `least_error`; the offset of a narrow quantiser is not above 0."""
-    most = 0.0 if spec.narrow else torch.inf
+    """The scale, above 0, and the offset of `least_error`: not above 0 if it is narrow; a whole number of scales with a
+    zero point."""
+    most = 0.0 if spec.narrow or spec.zero else torch.inf
     low = groups.amin(1, keepdim=True).clamp(max=most)
     high = torch.maximum(groups.amax(1, keepdim=True), low + 1e-8)
+    if spec.zero:
+        high = high.clamp(min=0)
     best = (high - low) / spec.largest, low
+    if spec.zero:
+        best = best[0], _whole(low, best[0], spec)
     if not search:
         return best
     best_error = _error(groups - best[1], importance, best[0], spec)
 
     def tried(scale: Tensor, offset: Tensor) -> None:
         nonlocal best, best_error
+        offset = _whole(offset, scale, spec) if spec.zero else offset
         error = _error(groups - offset, importance, scale, spec)
         wins = error < best_error
         best = torch.where(wins, scale, best[0]), torch.where(wins, offset, best[1])
         best_error = torch.where(wins, error, best_error)
 
+    if spec.zero:  # the best scale for the zero point in the middle
+        half = 2 ** (spec.bits - 1)
+        middle = least_error_scale(groups, importance, Levels(-half, 1, 2 * half))
+        tried(middle.abs(), middle.abs() * torch.where(middle > 0, -half, 1 - half))
     for factor in SEARCH[::4].tolist():
         for anchor in (0.0, 0.5, 1.0):  # what stays where it is: the lower end, the middle, the upper end
             offset = low + (high - low) * ((1 - factor) * anchor)
@@ -109,6 +119,11 @@ def least_error_range(groups: Tensor, importance: Tensor, spec: QuantSpec, searc
     for _ in range(2 * REFINE):
         tried(*_line(groups, importance, *best, spec, most))
     return best
+
+
+def _whole(offset: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
+    """The offset as a whole number of scales that a zero point holds."""
+    return nearest_level(offset / scale, spec.offset_levels).mul_(scale)
 
 
 def _line(groups, importance, scale, offset, spec: QuantSpec, most: float) -> tuple[Tensor, Tensor]:

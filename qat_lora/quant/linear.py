@@ -26,7 +26,8 @@ SMALLEST_FACTOR = 2.0**-24  # of narrow scales, which files hold as they are: fp
 
 class StoredWeight(NamedTuple):
     """A frozen weight [out, in] as a file stores it: codes uint8 [out, in]; scale and offset fp32 [out, groups], which
-    are integers int16 [out, groups] times factors fp32 [out, blocks] if they are narrow."""
+    are integers int16 [out, groups] times factors fp32 [out, blocks] if they are narrow; with zero points Z, −Z is the
+    offset's integer, times the scale."""
 
     codes: np.ndarray
     scale: np.ndarray
@@ -83,7 +84,7 @@ class Quantizer(nn.Module):
     def scale_matrix(self) -> Tensor:
         """The scale, broadcastable to `grouped(weight)`."""
         if self.spec.narrow:
-            return _narrowed(self.scale, self.reach, self.spec.scale_levels)
+            return _narrowed(self.scale, _factor(self.reach, self.spec.scale_levels), self.spec.scale_levels)
         if self.spec.scale != "lowrank":
             scale = Stored.apply(self.scale, SMALLEST_SCALE)
             return (
@@ -100,7 +101,9 @@ class Quantizer(nn.Module):
         if not self.spec.offset:
             return None
         if self.spec.narrow:
-            return _narrowed(self.offset, self.offset_reach, self.spec.offset_levels)
+            return _narrowed(self.offset, _factor(self.offset_reach, self.spec.offset_levels), self.spec.offset_levels)
+        if self.spec.zero:
+            return _narrowed(self.offset, self.scale_matrix(), self.spec.offset_levels)
         return Stored.apply(self.offset)
 
     def _narrow_parts(self) -> list[tuple[nn.Parameter, nn.Parameter, Levels]]:
@@ -111,16 +114,18 @@ class Quantizer(nn.Module):
     @torch.no_grad()
     def stored(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Each parameter with its values as stored in a file: fp16; for narrow scales and offsets, their integers as
-        int16 and the factor in place of the reach."""
+        int16 and the factor in place of the reach; for a zero point Z, −Z as int16."""
         if self.spec.scale == "lowrank":
             return [(p, stored_scale(p.detach())) for p in (self.a, self.g, self.b)]
         if not self.spec.narrow:
             plain = [(self.scale, stored_scale(self.scale.detach(), SMALLEST_SCALE))]
+            if self.spec.zero:
+                return [*plain, (self.offset, (self.offset_matrix() / self.scale_matrix()).round().to(torch.int16))]
             return [*plain, (self.offset, stored_scale(self.offset.detach()))] if self.spec.offset else plain
         found = []
         for values, reach, levels in self._narrow_parts():
             factor = _factor(reach, levels)
-            integers = (_narrowed(values, reach, levels) / _for_each(factor, values)).round()
+            integers = (_narrowed(values, factor, levels) / _for_each(factor, values)).round()
             found += [(values, integers.to(torch.int16)), (reach, factor.half())]
         return found
 
@@ -130,6 +135,8 @@ class Quantizer(nn.Module):
         for values, reach, levels in self._narrow_parts() if self.spec.narrow else ():
             values.mul_(_for_each(reach, values))
             reach.mul_(levels.largest)
+        if self.spec.zero:
+            self.offset.mul_(self.scale)
 
     def grouped(self, weight: Tensor) -> Tensor:
         """weight [..., out, in] as [rows, groups, group], to which the scale broadcasts; rows are ordered by expert."""
@@ -158,12 +165,14 @@ class Quantizer(nn.Module):
     def parts(self) -> StoredWeight:
         """What a file stores of the frozen weight [out, in]; not for low-rank scales and experts."""
         matrices = {"scale": self.scale_matrix(), "offset": self.offset_matrix()}
-        if self.spec.narrow:
-            names = {id(p): name for name, p in self.named_parameters()}
-            stored = {names[id(p)]: value for p, value in self.stored()}
-            matrices |= {f"{name}_integers": stored[name] for name in ("scale", "offset") if name in stored}
-            factors = {"reach": "scale_factor", "offset_reach": "offset_factor"}
-            matrices |= {factors[name]: value.float() for name, value in stored.items() if name in factors}
+        names = {id(p): name for name, p in self.named_parameters()}
+        factors = {"reach": "scale_factor", "offset_reach": "offset_factor"}
+        for p, value in self.stored():
+            name = names[id(p)]
+            if value.dtype == torch.int16:
+                matrices[f"{name}_integers"] = value
+            elif name in factors:
+                matrices[factors[name]] = value.float()
         rows = self.shape[0]
         found = {
             name: value.squeeze(2).repeat_interleave(rows // len(value), 0).numpy()
@@ -203,10 +212,11 @@ def _for_each(factor: Tensor, values: Tensor) -> Tensor:
     return factor.repeat_interleave(values.shape[1] // factor.shape[1], 1)
 
 
-def _narrowed(values: Tensor, reach: Tensor, levels: Levels) -> Tensor:
-    """Scales or offsets [R, G, 1] as integers times the factor of their block. Gradients are LSQ's (arXiv 1902.08153):
-    straight through for values in range; the factor gets level − x from those, and the edge level from clipped ones."""
-    factor, top = _for_each(_factor(reach, levels), values), levels.lowest + levels.levels - 1
+def _narrowed(values: Tensor, factor: Tensor, levels: Levels) -> Tensor:
+    """Scales or offsets [R, G, 1] as integers times the factor of their block [R, blocks, 1]. Gradients are LSQ's
+    (arXiv 1902.08153): straight through for values in range; the factor gets level − x from those, and the edge level
+    from clipped ones."""
+    factor, top = _for_each(factor, values), levels.lowest + levels.levels - 1
     x, fixed = values.detach() / factor.detach(), factor.detach()
     level = nearest_code(x.clone(), levels).add_(levels.lowest)
     inside = (x - level).abs() <= 0.5

@@ -23,7 +23,7 @@ NAMES = {  # of grids of llama.cpp's files
 }
 FORM = re.compile(
     r"(?:(balanced|int|uniform|lut)([2-8])|(ternary))"
-    r"/(?:g([1-9]\d*)|rows([1-9]\d*)|r([1-9]\d*)|(tensor))(\+offset)?(?:/s([4-8])(?:x([1-9]\d*))?)?"
+    r"/(?:g([1-9]\d*)|rows([1-9]\d*)|r([1-9]\d*)|(tensor))(\+offset|\+zero)?(?:/s([4-8])(?:x([1-9]\d*))?)?"
 )
 LOWRANK_INIT_GROUP = 32  # a low-rank scale is initialised from the truncated SVD of group scales of this size
 
@@ -53,6 +53,7 @@ class QuantSpec:
     scale: "group" (one per `size` weights of a row), "rows" (one per `size` rows), "lowrank" (S = (A·diag(g))·B of rank
       `size`), "tensor" (one).
     offset: whether a group has an offset M, too; it is the value of the level 0.
+    zero: whether the offset is −Z·S with an integer Z of `bits` bits, the group's zero point.
     narrow: scales and offsets are integers of this many bits times an fp16 factor for each `block` weights of a row (0:
       for each row); 0: they are fp16 numbers themselves. The scales of a group with an offset are positive and its
       offset is not, as in llama.cpp's k-quants.
@@ -65,13 +66,17 @@ class QuantSpec:
     offset: bool = False
     narrow: int = 0
     block: int = 0
+    zero: bool = False
 
     def __post_init__(self):
         object.__setattr__(self, "codebook", {"lut": "uniform"}.get(self.codebook, self.codebook))
         if self.codebook not in CODEBOOKS or not 2 <= self.bits <= 8 or self.scale not in SCALES:
             raise UserError(f"{self!r} is invalid; use one of codebooks {CODEBOOKS}, bits 2 to 8, scales {SCALES}")
         if self.offset and (self.codebook != "int" or self.scale != "group"):
-            raise UserError(f"quantiser {self}: only int codebooks with group scales have an offset; leave out +offset")
+            kind = "a zero point; leave out +zero" if self.zero else "an offset; leave out +offset"
+            raise UserError(f"quantiser {self}: only int codebooks with group scales have {kind}")
+        if self.narrow and self.zero:
+            raise UserError(f"quantiser {self}: scales beside a zero point are fp16; leave out /s…, or use +offset")
         if self.narrow and self.scale != "group":
             raise UserError(f"quantiser {self}: only group scales are stored in {self.narrow} bits; leave out /s…")
         if self.block and self.block % self.size:
@@ -83,7 +88,8 @@ class QuantSpec:
     @classmethod
     def parse(cls, text: str) -> "QuantSpec | None":
         """Parse "balanced2/g32" (group), "int4/rows8" (rows), "uniform4/r32" (low rank) or "balanced2/tensor", with
-        "+offset" and the storage of scales, "int2/g16+offset/s4x256", or a name of NAMES; "none" gives None."""
+        "+offset" or "+zero" and the storage of scales, "int2/g16+offset/s4x256", or a name of NAMES; "none" gives
+        None."""
         if text == "none":
             return None
         match = FORM.fullmatch(NAMES.get(text.lower(), text))
@@ -91,12 +97,16 @@ class QuantSpec:
             raise UserError(
                 f"quantiser {text!r} is not of the form CODEBOOKbits/SCALE; use codebook balanced, int or uniform with "
                 "2 to 8 bits, or ternary, and scale g32 (groups of 32), rows8 (8 rows), r8 (rank 8) or tensor, e.g. "
-                f"balanced2/g32; int4/g32+offset; int2/g32/s8 (8-bit scales); one of {', '.join(NAMES)}; or none"
+                "balanced2/g32; int4/g32+offset; int4/g128+zero (zero points); int2/g32/s8 (8-bit scales); one of "
+                f"{', '.join(NAMES)}; or none"
             )
         codebook, bits, ternary, group, rows, rank, _, offset, narrow, block = match.groups()
         scale = "group" if group else "rows" if rows else "lowrank" if rank else "tensor"
         size = int(group or rows or rank or 0)
-        return cls(codebook or ternary, int(bits or 2), scale, size, bool(offset), int(narrow or 0), int(block or 0))
+        return cls(
+            codebook or ternary, int(bits or 2), scale, size, bool(offset), int(narrow or 0), int(block or 0),
+            offset == "+zero",
+        )  # fmt: skip
 
     @classmethod
     def alternatives(cls, text: str) -> "list[QuantSpec]":
@@ -107,7 +117,8 @@ class QuantSpec:
         codebook = self.codebook if self.codebook == "ternary" else f"{self.codebook}{self.bits}"
         mark = {"group": "g", "rows": "rows", "lowrank": "r"}.get(self.scale)
         narrow = f"/s{self.narrow}" + (f"x{self.block}" if self.block else "") if self.narrow else ""
-        return f"{codebook}/{f'{mark}{self.size}' if mark else 'tensor'}{'+offset' if self.offset else ''}{narrow}"
+        offset = "+zero" if self.zero else "+offset" if self.offset else ""
+        return f"{codebook}/{f'{mark}{self.size}' if mark else 'tensor'}{offset}{narrow}"
 
     @property
     def levels(self) -> int:
@@ -140,8 +151,9 @@ class QuantSpec:
 
     @property
     def offset_levels(self) -> Levels:
-        """The integers that narrow offsets are."""
-        return Levels(-(2**self.narrow) + 1, 1, 2**self.narrow)
+        """The integers that narrow offsets are, or −Z of a zero point Z."""
+        count = 2 ** (self.narrow or self.bits)
+        return Levels(1 - count, 1, count)
 
     def check(self, name: str, out_features: int, in_features: int) -> None:
         """Raise UserError if this quantiser does not fit a weight [out, in]."""
@@ -177,6 +189,8 @@ class QuantSpec:
             return 16 * self.size * (out_features + in_features + 1)
         rows, groups = self.scale_shape(out_features, in_features)
         blocks = in_features // (self.block or in_features) if self.narrow else 0
+        if self.zero:
+            return rows * groups * (16 + self.bits)
         return rows * (groups * (self.narrow or 16) + 16 * blocks) * (2 if self.offset else 1)
 
     def code_bits(self, weights: int) -> int:

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qat_lora.errors import UserError
 from qat_lora.export import compressed_tensors, mlx
-from qat_lora.export.gptq import AUTOROUND, GPTQ
+from qat_lora.export.gptq import AUTOROUND, AWQ, GPTQ
 from qat_lora.export.packed import FILE, check_packed, plan_packed, write_packed
 from qat_lora.export.source import load_source
 from qat_lora.export.targets import every_format
@@ -25,11 +25,12 @@ SHAPE = {
 CT, MLX = compressed_tensors.LAYOUT, mlx.LAYOUT
 HOLDS = {
     CT: ["int2/g64", "int4/g32", "int8/g32", "int5/g64", "ternary/g64", "balanced2/g32", "balanced4/g32", "int2/g32/s8",
-         "int4/tensor"],
-    GPTQ: ["int2/g64", "int3/g32", "int4/g32", "int8/g128", "ternary/g64"],
-    AUTOROUND: ["int2/g64", "int4/g128"],
+         "int4/tensor", "int4/g128+zero", "int8/g32+zero"],
+    GPTQ: ["int2/g64", "int3/g32", "int4/g32", "int8/g128", "ternary/g64", "int4/g128+zero", "int2/g64+zero"],
+    AUTOROUND: ["int2/g64", "int4/g128", "int8/g32+zero"],
+    AWQ: ["int4/g128+zero", "int4/g64"],
     MLX: ["int2/g64", "int2/g64+offset", "int3/g32+offset", "ternary/g256", "balanced2/g32", "balanced4/g64",
-          "int6/g32", "int2/g32+offset/s8", "int4/rows8", "int8/tensor"],
+          "int6/g32", "int2/g32+offset/s8", "int4/rows8", "int8/tensor", "int4/g64+zero"],
 }  # fmt: skip
 PAIRS = [(layout, text) for layout, texts in HOLDS.items() for text in texts]
 
@@ -91,6 +92,7 @@ def test_a_changed_word_scale_or_norm_is_noticed(source, tmp_path, layout):
         (CT, "int2/g64+offset", {}, "its offsets are whole levels"), (CT, "uniform4/r8", {}, "integer levels"),
         (CT, "balanced8/g32", {}, "at most 8 bits"), (CT, "int4/rows8", {}, "one scale a group or row"),
         (CT, "int4/g32", {"head": "int8/g32"}, "tied to the embedding"),
+        (GPTQ, "int4/g32+offset", {}, "integer levels"), (AWQ, "int2/g64+zero", {}, "it has 4 bits"),
         (GPTQ, "balanced4/g32", {}, "integer levels"), (GPTQ, "int5/g32", {}, "2, 3, 4 or 8 bits"),
         (GPTQ, "int2/g32/s8", {}, "its scales are fp16"), (GPTQ, "int4/g32", {"attn": "int8/g32"}, "one quantiser"),
         (AUTOROUND, "int4/g32", {"mlp": "none"}, "one quantiser"), (MLX, "int7/g32", {}, "2, 3, 4, 5, 6 or 8"),
@@ -115,6 +117,6 @@ def test_mlx_packs_the_embedding_that_a_quantised_head_is_tied_to(source, tmp_pa
 
 def test_a_dry_run_says_what_every_format_holds(source):
     said = dict(line.split(": ", 1) for line in every_format(source("int2/g64+offset")))
-    assert said.keys() == {"hf", "gguf", "compressed-tensors", "gptq", "autoround", "mlx"}
+    assert said.keys() == {"hf", "gguf", "compressed-tensors", "gptq", "autoround", "awq", "mlx"}
     assert "2.500 bits" in said["mlx"] and "5.000 bits" in said["gguf"]
-    assert all(said[name].startswith("no: ") for name in ("compressed-tensors", "gptq", "autoround"))
+    assert all(said[name].startswith("no: ") for name in ("compressed-tensors", "gptq", "autoround", "awq"))

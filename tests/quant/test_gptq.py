@@ -60,7 +60,8 @@ def test_inputs_that_are_always_zero_do_no_harm():
     assert torch.isfinite(latent).all() and torch.equal(latent[:, 50:60], layer.weight[:, 50:60])
 
 
-GRIDS = ("int2/g64", "balanced2/g32", "int2/g64+offset", "ternary/g32", "int2/g32/s8", "q2_k", "lut2/r4", "int4/rows8")
+GRIDS = ("int2/g64", "balanced2/g32", "int2/g64+offset", "ternary/g32", "int2/g32/s8", "q2_k", "lut2/r4", "int4/rows8",
+         "int2/g64+zero")  # fmt: skip
 
 
 @pytest.mark.parametrize("text", GRIDS)

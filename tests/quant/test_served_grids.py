@@ -1,4 +1,4 @@
-"""Grids with offsets, with narrow scales and offsets, of three levels, and with a scale for several rows."""
+"""Grids with offsets or zero points, narrow scales and offsets, three levels, and a scale for several rows."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from qat_lora.quant.linear import QuantLinear
 from qat_lora.quant.spec import NAMES, QuantSpec
 
 GRIDS = sorted({*NAMES.values(), "ternary/g64", "int2/g64+offset", "int2/g32/s8", "int4/rows8", "int2/g32+offset/s8",
-                "balanced2/g32/s8", "int5/g32", "int7/g32+offset"})  # fmt: skip
+                "balanced2/g32/s8", "int5/g32", "int7/g32+offset", "int2/g64+zero", "int4/g128+zero"})  # fmt: skip
 
 
 def made(text: str, out: int = 16, inputs: int = 512, mean: float = 0.004) -> QuantLinear:
@@ -38,8 +38,8 @@ def test_what_is_trained_is_what_is_stored(text):
         assert torch.equal(one, other), "stored once more, it is the same"
 
 
-@pytest.mark.parametrize("text", [text for text in GRIDS if "/s" in text])
-def test_narrow_scales_are_integers_that_fit(text):
+@pytest.mark.parametrize("text", [text for text in GRIDS if "/s" in text or "+zero" in text])
+def test_narrow_scales_offsets_and_zero_points_are_integers_that_fit(text):
     quantizer = made(text).quantizer
     for value, parameter in ((v, p) for p, v in quantizer.stored() if v.dtype == torch.int16):
         levels = quantizer.spec.scale_levels if parameter is quantizer.scale else quantizer.spec.offset_levels
@@ -49,14 +49,18 @@ def test_narrow_scales_are_integers_that_fit(text):
 
 @pytest.mark.parametrize("text", GRIDS)
 def test_gradients_are_those_of_rounding_passed_straight_through(text):
-    """Against autograd through plain operations, with rounding straight through for the weight alone."""
+    """Against autograd through plain operations, with rounding straight through for the weight and for zero points."""
     layer = made(text)
     quantizer, spec = layer.quantizer, layer.quantizer.spec
     scale = quantizer.scale_matrix().detach().requires_grad_()
     offset = quantizer.offset_matrix()
     offset = torch.zeros(()) if offset is None else offset.detach().requires_grad_()
+    free = offset
+    if spec.zero:
+        ratio = free.detach() / scale
+        offset = (ratio + (ratio.round() - ratio).detach()) * scale + free - free.detach()
     weight = quantizer.grouped(layer.weight.detach()).clone().requires_grad_()
-    code = (((weight - offset) / scale - spec.lowest) / spec.step).round().detach()
+    code = (((weight - offset.detach()) / scale - spec.lowest) / spec.step).round().detach()
     nearest = code.clamp(0, spec.levels - 1)
     moved = (weight - weight.detach()) * (nearest == code)
     out = torch.randn(weight.shape)
@@ -67,7 +71,7 @@ def test_gradients_are_those_of_rounding_passed_straight_through(text):
         factor = (layer.weight.numel() / quantizer.scale.numel() * spec.largest) ** -0.5
         torch.testing.assert_close(quantizer.scale.grad, scale.grad * factor, rtol=1e-3, atol=1e-3)
         if spec.offset:
-            torch.testing.assert_close(quantizer.offset.grad, offset.grad * factor, rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(quantizer.offset.grad, free.grad * factor, rtol=1e-3, atol=1e-3)
 
 
 def test_narrow_scales_within_the_reach_are_trained_and_those_beyond_it_widen_it():
@@ -110,7 +114,7 @@ def test_an_offset_and_smaller_groups_lower_the_error():
         weight = layer.weight.detach()
         return float((layer.quantizer.decode(layer.quantizer.encode(weight)) - weight).norm())
 
-    assert error("int2/g64+offset") < error("int2/g64")
+    assert error("int2/g64+offset") < error("int2/g64+zero") <= error("int2/g64")
     assert error("int2/g32/s8") < error("int2/g64"), "narrow scales buy smaller groups"
     assert error("q6_k") < error("q5_k") < error("q4_k") < error("q3_k") < error("q2_k") < error("ternary/g256")
 

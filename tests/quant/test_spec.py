@@ -59,7 +59,7 @@ def test_levels(bits):
     [
         ("int4/g32", 96 * 16), ("int4/r8", 8 * (48 + 64 + 1) * 16), ("int4/tensor", 16), ("int4/rows8", 6 * 16),
         ("int4/g32+offset", 2 * 96 * 16), ("int4/g32/s8", 96 * 8 + 48 * 16), ("int4/g16/s6x32", 192 * 6 + 96 * 16),
-        ("int2/g16+offset/s4x64", 2 * (192 * 4 + 48 * 16)),
+        ("int2/g16+offset/s4x64", 2 * (192 * 4 + 48 * 16)), ("int4/g32+zero", 96 * (16 + 4)),
     ],
 )  # fmt: skip
 def test_the_bits_of_scales_and_offsets(text, bits):
@@ -82,6 +82,7 @@ def test_the_grids_of_llama_cpp_have_its_bits(name, bits):
 @pytest.mark.parametrize(
     "text, said",
     [("balanced4/g32+offset", "leave out .offset"), ("int4/tensor+offset", "leave out .offset"),
+     ("ternary/g64+zero", "leave out .zero"), ("int4/g64+zero/s8", "leave out /s"),
      ("int4/r8/s8", "leave out /s"), ("int4/g48/s6x256", "not a whole number of groups of 48; use e.g. x384")],
 )  # fmt: skip
 def test_a_combination_that_no_format_has_is_refused(text, said):

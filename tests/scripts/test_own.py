@@ -26,6 +26,7 @@ GRIDS = [
 ]
 GRIDS += [("compressed-tensors", grid) for grid in ("int3/g64", "balanced4/g32", "ternary/g64", "int8/g256")]
 GRIDS += [("gptq", "int4/g64"), ("gptq", "int3/g32"), ("gptq", "ternary/g64"), ("autoround", "int2/g64")]
+GRIDS += [("gptq", "int4/g64+zero"), ("awq", "int4/g128+zero"), ("compressed-tensors", "int2/g64+zero")]
 GRIDS += [("mlx", "int5/g64+offset")]
 
 
@@ -78,7 +79,13 @@ def tensors_of(path) -> dict:
 
 
 @pytest.mark.parametrize(
-    "kind, grid, head", [("gguf", "q2_k", "q6_k"), ("gptq", "int2/g64", "none"), ("mlx", "int2/g64+offset", "none")]
+    "kind, grid, head",
+    [
+        ("gguf", "q2_k", "q6_k"),
+        ("gptq", "int2/g64", "none"),
+        ("mlx", "int2/g64+offset", "none"),
+        ("awq", "int4/g64+zero", "none"),
+    ],
 )
 def test_it_is_written_back_as_it_was_or_better(low, run, full, tmp_path, kind, grid, head):
     path, _ = low(kind, grid, head)
@@ -90,7 +97,7 @@ def test_it_is_written_back_as_it_was_or_better(low, run, full, tmp_path, kind, 
         back = ["--checkpoint", made / "best.pt", "--format", kind, "--output-dir", made / "out"]
         run("export_model", *back)
     kl = curve(tmp_path / "better", "heldout_kl")
-    assert min(kl) < 0.995 * kl[0]
+    assert min(kl) < (0.999 if "int4" in grid else 0.995) * kl[0]
     there = [tensors_of(tmp_path / name / "out" / ("model.gguf" * (kind == "gguf"))) for name in ("same", "better")]
     assert there[0] == tensors_of(path) and there[1].keys() == there[0].keys() and there[1] != there[0]
 
@@ -132,25 +139,18 @@ def test_what_is_not_read_is_refused_by_name(low, full, refuse, tmp_path):
     path, _ = low("gptq", "int4/g64")
     layer, flags = "model.layers.1.mlp.up_proj", ["--init", "own", "--cache-dir", tmp_path, "--model"]
 
-    def zeros(tensors):
-        tensors[f"{layer}.qzeros"][:1] += 1
-
     def turned(tensors):
         tensors[f"{layer}.g_idx"] = tensors[f"{layer}.g_idx"].flip(0).contiguous()
 
     def missing(tensors):
         del tensors[f"{layer}.qzeros"]
 
-    for edit, said in (
-        (zeros, "has zero points"),
-        (turned, "desc_act"),
-        (missing, "is stored as g_idx, qweight, scales, which"),
-    ):
+    for edit, said in ((turned, "desc_act"), (missing, "is stored as g_idx, qweight, scales, which")):
         wrong = refuse("train_qat", *flags, edited(path, tmp_path / edit.__name__, edit))
         assert layer in wrong and said in wrong
     awq = edited(path, tmp_path / "awq", lambda tensors: None)
     config = json.loads((awq / "config.json").read_text())
-    config["quantization_config"] |= {"quant_method": "awq", "version": "gemm"}
+    config["quantization_config"] |= {"quant_method": "awq", "version": "gemv"}
     (awq / "config.json").write_text(json.dumps(config))
     assert "is stored quantised (awq" in refuse("train_qat", *flags, awq)
     assert "has no quantised layers in its blocks; use --init mse or gptq" in refuse("train_qat", *flags, full)
