@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from qat_lora.export import compressed_tensors
 from qat_lora.export.gguf import MODEL_FILE, plan_gguf, write_gguf
-from qat_lora.export.gptq import AUTOROUND, GPTQ
+from qat_lora.export.gptq import AUTOROUND, AWQ, GPTQ
 from qat_lora.export.own import own_spec, own_student
 from qat_lora.export.packed import FILE, plan_packed, write_packed
 from qat_lora.export.source import Source, load_source
@@ -59,21 +60,29 @@ def test_a_gguf_of_llama_cpps_own_quantiser(llama, load_script, tmp_path, kind):
         assert torch.equal(mine, other), name
 
 
-@pytest.mark.parametrize("form, layout", [("auto_gptq", GPTQ), ("auto_round:auto_gptq", AUTOROUND)])
-def test_a_folder_of_autoround(llama, tmp_path, form, layout):
+FORMS = [
+    ("auto_gptq", GPTQ, True), ("auto_round:auto_gptq", AUTOROUND, True), ("auto_gptq", GPTQ, False),
+    ("auto_awq", AWQ, False), ("llm_compressor", compressed_tensors.LAYOUT, True),
+    ("llm_compressor", compressed_tensors.LAYOUT, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form, layout, sym", FORMS)
+def test_a_folder_of_autoround(llama, tmp_path, form, layout, sym):
     package = pytest.importorskip("auto_round", reason="make setup-peers installs it")
     model, rows = load_model(llama), torch.randint(3, 500, (8, 64), generator=torch.Generator().manual_seed(0))
     model.name_or_path = model.config._name_or_path = llama
     trained = package.AutoRound(
         model, load_tokenizer(llama), dataset=[rows], nsamples=8, seqlen=64, iters=1, batch_size=8, device_map="cpu",
-        scheme={"bits": 4, "group_size": 64, "sym": True, "data_type": "int"}, enable_torch_compile=False, amp=False,
+        scheme={"bits": 4, "group_size": 64, "sym": sym, "data_type": "int"}, enable_torch_compile=False, amp=False,
     )  # fmt: skip
     trained.quantize_and_save(str(tmp_path / "made"), format=form)
     (made,) = (path.parent for path in (tmp_path / "made").rglob("config.json"))
     student = own(made)
+    assert student.made["spec"]["mlp"] == ("int4/g64" if sym else "int4/g64+zero")
     (tmp_path / "back").mkdir()
     write_packed(student, plan_packed(student, layout), tmp_path / "back", tmp_path / "back")
     before, after = load_file(made / FILE), load_file(tmp_path / "back" / FILE)
     for name in before.keys() & after.keys():
-        if name.endswith(("qweight", "qzeros", "scales", "g_idx")):
+        if name.endswith(("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "zero_point")):
             assert torch.equal(before[name], after[name]), name
