@@ -17,9 +17,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from qat_lora.errors import ROOT
 from qat_lora.export import compressed_tensors, mlx
-from qat_lora.export.gptq import AUTOROUND
+from qat_lora.export.gptq import AUTOROUND, AWQ
 from qat_lora.export.packed import plan_packed, write_packed
 from qat_lora.export.source import load_source
+from qat_lora.quant.linear import quantized_layers
+from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import StudentSpec, save_student
 
 pytestmark = pytest.mark.peer
@@ -84,3 +86,26 @@ def test_logits_in_its_own_library(folder, tmp_path, layout, text, kind):
     far = ((logits_of(layout, target) - ours).square().mean().sqrt() / ours.std()).item()
     print(f"\n{layout.name} {kind} {text}: {far:.2g}", flush=True)
     assert far < (2e-2 if layout is AUTOROUND else 1e-4)
+
+
+@pytest.mark.parametrize("layout, text", [(CT, "int4/g32+zero"), (CT, "int2/g64+zero"), (AWQ, "int4/g128+zero")])
+def test_zero_points_as_their_libraries_unpack_them(folder, layout, text):
+    """transformers 5.23 does not load them from compressed-tensors folders, nor auto-round on a CPU from AWQ's."""
+    name, spec = str(folder("llama")), QuantSpec.parse(text)
+    student = student_of(name, StudentSpec(mlp=text, attn=text))
+    layer = quantized_layers(student)["model.layers.1.mlp.up_proj"]
+    layer.quantizer.codes = layer.quantizer.encode(layer.weight)
+    held, shape = layout.tensors(layer.quantizer.parts(), spec), layer.weight.shape
+    if layout is AWQ:
+        helpers = pytest.importorskip("auto_round.export.export_to_awq.utils", reason="make setup-peers installs it")
+        found = helpers.dequantize_gemm(held["qweight"], held["qzeros"], held["scales"], 4, 128).T
+    else:
+        helpers = pytest.importorskip(
+            "compressed_tensors.compressors.pack_quantized.helpers", reason="make setup-peers"
+        )
+        scale = held["weight_scale"].float()
+        codes = helpers.unpack_from_int32(held["weight_packed"], spec.bits, shape).float()
+        zeros = helpers.unpack_from_int32(held["weight_zero_point"], spec.bits, scale.shape, packed_dim=0).float()
+        found = (codes - zeros.repeat_interleave(spec.size, 1)) * scale.repeat_interleave(spec.size, 1)
+    wanted = layer.quantizer.decode(layer.quantizer.codes)
+    torch.testing.assert_close(found.float(), wanted, rtol=1e-3 if layout is AWQ else 0, atol=0)  # AWQ's is in fp16
