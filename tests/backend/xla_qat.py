@@ -42,7 +42,7 @@ from qat_lora.train.losses import sparse_loss
 SPEC = StudentSpec(mlp="balanced2/g32", attn="lut4/r4")
 GRIDS = (
     "balanced2/g32", "int4/g32", "lut4/r4", "balanced3/tensor", "ternary/g32", "int2/g32+offset",
-    "int2/g16+offset/s4x64", "int3/g16/s6", "int4/rows8",
+    "int2/g16+offset/s4x64", "int3/g16/s6", "int4/rows8", "int4/g32+zero",
 )  # fmt: skip
 
 
