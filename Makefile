@@ -216,6 +216,9 @@ bench-memory: setup ## memory that --dry-run predicts against the measured peak
 bench-grpo: setup-peers ## a GRPO step against TRL's
 	USE_TORCH_XLA=0 PYTHONPATH=$(PEERS) $(PY) benchmarks/grpo_step.py
 
+bench-low-bit: setup-peers ## GRPO and fine-tuning steps with quantised weights against full precision
+	USE_TORCH_XLA=0 PYTHONPATH=$(PEERS) $(PY) benchmarks/low_bit_step.py
+
 bench-sft: setup-peers ## supervised fine-tuning against TRL's: tokens per second and memory
 	USE_TORCH_XLA=0 PYTHONPATH=$(PEERS) $(PY) benchmarks/sft_step.py
 

@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from datasets import Dataset
+from torch import nn
 from transformers import TrainerCallback
 
 from qat_lora.backend import open_backend
@@ -84,8 +85,9 @@ def worth(text: str) -> float:
 class Ours:
     """Our trainer; each call takes one step."""
 
-    def __init__(self, cfg: Config, backend):
-        self.tokenizer, model = load_tokenizer(cfg.model), load_model(cfg.model)
+    def __init__(self, cfg, backend, model: nn.Module | None = None):
+        """cfg: a Config, or another with its options. model: by default, the one that cfg names."""
+        self.tokenizer, model = load_tokenizer(cfg.model), model or load_model(cfg.model)
         self.questions = training_questions(64 * cfg.batch_size, 0.0, cfg.seed)
         ends = tuple(end_tokens(model, self.tokenizer))
         sampler = BobSampler(self.tokenizer, backend, ends, 1, cfg.max_prompt_length, cfg.max_completion_length)
