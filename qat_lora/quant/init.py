@@ -88,14 +88,11 @@ def least_error(
 def least_error_range(groups: Tensor, importance: Tensor, spec: QuantSpec, search: bool) -> tuple[Tensor, Tensor]:
     """The scale, above 0, and the offset of `least_error`: not above 0 if it is narrow; a whole number of scales with a
     zero point."""
-    most = 0.0 if spec.narrow or spec.zero else torch.inf
+    most, least = 0.0 if spec.narrow or spec.zero else torch.inf, 0.0 if spec.zero else -torch.inf
     low = groups.amin(1, keepdim=True).clamp(max=most)
-    high = torch.maximum(groups.amax(1, keepdim=True), low + 1e-8)
-    if spec.zero:
-        high = high.clamp(min=0)
-    best = (high - low) / spec.largest, low
-    if spec.zero:
-        best = best[0], _whole(low, best[0], spec)
+    high = torch.maximum(groups.amax(1, keepdim=True).clamp(min=least), low + 1e-8)
+    scale = (high - low) / spec.largest
+    best = scale, _whole(low, scale, spec) if spec.zero else low
     if not search:
         return best
     best_error = _error(groups - best[1], importance, best[0], spec)
