@@ -17,6 +17,7 @@ import numpy as np
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import NullFormatter
 from quality_bench import BATCH
 from quality_report import by_name
 
@@ -115,8 +116,11 @@ def draw(named: dict[str, list], law: Law, cfg: Config) -> None:
     for axis in (left, right):
         axis.set_xscale("log")
         axis.set_yscale("log")
+        axis.xaxis.set_minor_formatter(NullFormatter())
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}")
         axis.grid(alpha=0.3, which="both")
-        axis.legend(fontsize=8)
+        axis.legend(fontsize=8, loc="lower left")
     figure.suptitle(cfg.grid)
     figure.tight_layout()
     write_atomically(Path(cfg.output), lambda file: figure.savefig(file, format="png", dpi=110))

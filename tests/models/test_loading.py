@@ -244,7 +244,7 @@ def test_a_config_that_requests_more_than_logits_can_be_written_again(folder, tm
 
 # -- stored quantised ------------------------------------------------------------------------------------------------
 METHODS = (  # without the layouts that models.packed reads
-    "aqlm", "auto-round", "awq", "bitnet", "bitsandbytes", "compressed-tensors", "eetq", "fbgemm_fp8", "fp8", "higgs",
+    "aqlm", "auto-round", "bitnet", "bitsandbytes", "compressed-tensors", "eetq", "fbgemm_fp8", "fp8", "higgs",
     "hqq", "mxfp4", "quanto", "quark", "spqr", "torchao", "vptq", "a method of tomorrow",
 )  # fmt: skip
 
@@ -263,6 +263,7 @@ def test_a_model_that_is_stored_quantised_is_refused_by_name(folder, where):
 
 @pytest.mark.parametrize("where", [
     {"quantization_config": {"quant_method": "gptq", "bits": 4}}, {"quantization": {"group_size": 64, "bits": 4}},
+    {"quantization_config": {"quant_method": "awq", "bits": 4, "version": "gemm"}},
 ])  # fmt: skip
 def test_a_model_whose_config_says_that_it_is_packed_has_to_be(folder, where):
     edit(folder, **where)
