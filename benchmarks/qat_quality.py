@@ -279,9 +279,8 @@ def autoround(bench: Bench) -> list[dict]:
     package = load_package("auto_round", "--methods autoround", ", or leave it out", "auto-round")
     model, spec, rows = bench.base(), QuantSpec.parse(bench.grid), bench.calibration(AUTOROUND_ROWS)
     model.config.save_pretrained(bench.folder)
-    model.name_or_path = model.config._name_or_path = str(
-        bench.folder
-    )  # AutoRound looks it up, on the hub if it is no folder
+    # AutoRound looks the name up, on the hub if it is no folder
+    model.name_or_path = model.config._name_or_path = str(bench.folder)
     trained = package.AutoRound(
         model, bench.cfg.tokenizer(bench.cfg.model), dataset=list(rows.split(8)), nsamples=len(rows), seqlen=LENGTH,
         scheme={"bits": spec.bits, "group_size": spec.size, "sym": True, "data_type": "int"}, batch_size=8,

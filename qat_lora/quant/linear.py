@@ -96,14 +96,14 @@ class Quantizer(nn.Module):
         product = ((a * g.unsqueeze(-2)) @ b).view(-1, 1, self.shape[-1])
         return not_zero(product, torch.finfo(a.dtype).tiny ** 0.5)
 
-    def offset_matrix(self) -> Tensor | None:
-        """The offset, broadcastable to `grouped(weight)`; None without one."""
+    def offset_matrix(self, scale: Tensor | None = None) -> Tensor | None:
+        """The offset, broadcastable to `grouped(weight)`; None without one. scale: the scale_matrix, if it is known."""
         if not self.spec.offset:
             return None
         if self.spec.narrow:
             return _narrowed(self.offset, _factor(self.offset_reach, self.spec.offset_levels), self.spec.offset_levels)
         if self.spec.zero:
-            return _narrowed(self.offset, self.scale_matrix(), self.spec.offset_levels)
+            return _narrowed(self.offset, self.scale_matrix() if scale is None else scale, self.spec.offset_levels)
         return Stored.apply(self.offset)
 
     def _narrow_parts(self) -> list[tuple[nn.Parameter, nn.Parameter, Levels]]:
@@ -151,7 +151,8 @@ class Quantizer(nn.Module):
         shared = math.prod(self.shape) // self.scale.numel() if self.spec.scale != "lowrank" else 1
         gradient_scale = 1 / math.sqrt(shared * self.spec.largest)
         with without_autocast(weight):  # the product A·B of a low-rank scale stays fp32
-            scale, offset = self.scale_matrix(), self.offset_matrix()
+            scale = self.scale_matrix()
+            offset = self.offset_matrix(scale)
         return FakeQuant.apply(self.grouped(weight), scale, self.spec, gradient_scale, dtype, offset).view(self.shape)
 
     @property
