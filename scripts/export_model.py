@@ -45,8 +45,11 @@ class Config(ScriptConfig):
     )
     output_dir: str | None = opt.run(None, "new folder to write the export to, e.g. exports/q2")
     gguf_type: Literal[
-        "auto", "TQ1_0", "TQ2_0", "Q2_0", "Q2_K", "Q3_K", "Q4_0", "Q4_K", "Q4_1", "Q5_K", "Q6_K", "Q8_0", "F16"
-    ] = opt.run("auto", "GGUF type of the quantised tensors; auto is the smallest that holds each tensor exactly")
+        "auto", "TQ1_0", "TQ2_0", "Q2_0", "Q2_K", "Q3_K", "Q4_0", "Q4_K", "Q4_1", "Q5_0", "Q5_K", "Q5_1", "Q6_K",
+        "Q8_0", "F16",
+    ] = opt.run(
+        "auto", "GGUF type of the quantised tensors; auto is the smallest that holds each tensor exactly"
+    )  # fmt: skip
     adapter_as: Literal["lora", "merged"] | None = opt.run(
         None, "adapter in GGUF: lora (a file of its own) or merged (its layers become F16) [lora]"
     )

@@ -23,7 +23,7 @@ from qat_lora.export.gguf_file import (
     to_gguf_rows,
     turned_heads,
 )
-from qat_lora.export.gguf_types import QUANTISED, TYPES, choose, decode, encode, held, library_type, row_bytes
+from qat_lora.export.gguf_types import QUANTISED, SHIFTED, TYPES, choose, decode, encode, held, library_type, row_bytes
 from qat_lora.export.source import Source, weight_of
 from qat_lora.models.gguf_settings import frequency_factors, norm_change
 from qat_lora.models.loading import empty_model, load_config, model_source, plain_state
@@ -263,7 +263,7 @@ def _note(entry: Entry) -> str:
         return "adapter added, rounded to fp16"
     if entry.kind == "F16":
         return "level·scale rounded to fp16" if entry.spec else "rounded to fp16"
-    if entry.kind == "Q4_1" and entry.spec.codebook == "balanced":
+    if entry.kind in SHIFTED and entry.spec.codebook == "balanced":
         return f"codes and scales exact, offset {entry.spec.lowest}·scale rounded to fp16"
     return "codes, scales and offsets exact" if entry.spec.offset else "codes and scales exact"
 

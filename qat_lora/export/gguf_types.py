@@ -1,7 +1,7 @@
 """GGUF's block types: which quantisers each can represent, and conversion of codes, scales and offsets to bytes and
 back.
 
-A block is a run of weights of one row. In the flat types it has an fp16 step d (Q4_1: and an fp16 offset m); in
+A block is a run of weights of one row. In the flat types it has an fp16 step d (Q4_1, Q5_1: and an fp16 offset m); in
 llama.cpp's k-quants each group of its 256 weights has an integer scale s (and offset m), times the fp16 d (and m') of
 the block:
 
@@ -14,7 +14,9 @@ the block:
   Q4_0   32       18     (q − 8)·d        0 … 15
   Q4_K   256      144    d·s·q − m'·m     0 … 15      8 of 32, s and m of 6 bits
   Q4_1   32       20     q·d + m          0 … 15
+  Q5_0   32       22     (q − 16)·d       0 … 31
   Q5_K   256      176    d·s·q − m'·m     0 … 31      8 of 32, s and m of 6 bits
+  Q5_1   32       24     q·d + m          0 … 31
   Q6_K   256      210    d·s·(q − 32)     0 … 63      16 of 16, s of 8 bits with a sign
   Q8_0   32       34     q·d              −128 … 127
 """
@@ -65,12 +67,15 @@ TYPES = {  # by bits per weight
     "Q4_0": BlockType(2, 2, 32, 18),
     "Q4_K": BlockType(12, 14, 256, 144, 4, 32, 6, True),
     "Q4_1": BlockType(3, 3, 32, 20),
+    "Q5_0": BlockType(6, 8, 32, 22),
     "Q5_K": BlockType(13, 16, 256, 176, 5, 32, 6, True),
+    "Q5_1": BlockType(7, 9, 32, 24),
     "Q6_K": BlockType(14, 18, 256, 210, 6, 16, 8),
     "Q8_0": BlockType(8, 7, 32, 34),
     "F16": BlockType(1, 1, 1, 2),
     "F32": BlockType(0, 0, 1, 4),
 }
+SHIFTED = {"Q4_1": 16, "Q5_1": 32}  # flat types with an offset, and their integers
 QUANTISED = tuple(kind for kind in TYPES if kind not in ("F16", "F32"))
 
 
@@ -95,16 +100,16 @@ def coding(spec: QuantSpec, kind: str) -> Coding | None:
     """How a flat type stores the codes and scales of a quantiser, or None if it cannot represent its levels."""
     if spec.codebook == "uniform" or spec.scale == "lowrank" or spec.narrow or spec.zero:
         return None
-    if spec.offset and kind != "Q4_1":
+    if spec.offset and kind not in SHIFTED:
         return None
     if kind in ("TQ1_0", "TQ2_0"):
         return Coding(1, 0, 1.0) if spec.codebook == "ternary" else None
     if kind == "Q2_0":  # levels −1 … 2 are the codebook −2 … 1 mirrored
         mirrored = Coding(-1, 3, -1.0) if (spec.codebook, spec.bits) == ("int", 2) else None
         return Coding(1, 0, 1.0) if spec.codebook == "ternary" else mirrored
-    if kind == "Q4_1":
-        return Coding(1, 0, 1.0, spec.lowest) if spec.levels <= 16 else None
-    zero, half = (8, 8) if kind == "Q4_0" else (0, 128)
+    if kind in SHIFTED:
+        return Coding(1, 0, 1.0, spec.lowest) if spec.levels <= SHIFTED[kind] else None
+    zero, half = {"Q4_0": (8, 8), "Q5_0": (16, 16), "Q8_0": (0, 128)}[kind]
     turn = 2 if spec.codebook == "balanced" else 1  # in units of half a step, ±1/2, ±3/2, … are odd integers
     lowest = round(turn * spec.lowest)
     highest = lowest + turn * (spec.levels - 1)
@@ -169,8 +174,8 @@ class Held(NamedTuple):
 
 
 def held(kind: str, spec: QuantSpec, parts: StoredWeight) -> Held:
-    """What `kind` holds of a weight: its codes, scales and offsets as they are, except that Q4_1 rounds the offset of a
-    codebook that has none to fp16."""
+    """What `kind` holds of a weight: its codes, scales and offsets as they are, but a type with offsets rounds that of
+    a codebook without to fp16."""
     there, columns = TYPES[kind], parts.codes.shape[1]
     groups = columns // (there.group or there.weights)
     scale, offset = each(parts.scale, groups), None if parts.offset is None else each(parts.offset, groups)
@@ -203,7 +208,7 @@ def decode(kind: str, spec: QuantSpec, data: np.ndarray) -> Held:
         return Held(
             *(None if part is None else part.reshape(rows, -1) for part in _from_super_blocks(kind, spec, blocks))
         )
-    how, count = coding(spec, kind), 4 if kind == "Q4_1" else 2
+    how, count = coding(spec, kind), 4 if kind in SHIFTED else 2
     head, body = (
         (blocks[:, -count:], blocks[:, :-count]) if kind.startswith("TQ") else (blocks[:, :count], blocks[:, count:])
     )
@@ -216,15 +221,20 @@ def decode(kind: str, spec: QuantSpec, data: np.ndarray) -> Held:
 
 
 PLANES = {"TQ2_0": (2, 32), "Q2_0": (2, 1), "Q4_0": (4, 16), "Q4_1": (4, 16), "Q8_0": (8, 1)}
+FIFTHS = 4  # bytes before those of Q4_0, with the fifth bit of each weight
 
 
 def _packed(kind: str, q: np.ndarray) -> np.ndarray:
     """The bodies of flat blocks: uint8 [blocks, weights] → [blocks, bytes]."""
+    if kind in ("Q5_0", "Q5_1"):
+        return np.concatenate([planes(q >> 4, 1, 1), _packed("Q4_0", q & 15)], axis=1)
     return pack_tq1(q) if kind == "TQ1_0" else planes(q, *PLANES[kind])
 
 
 def _unpacked(kind: str, body: np.ndarray) -> np.ndarray:
     """The inverse of `_packed`."""
+    if kind in ("Q5_0", "Q5_1"):
+        return unplanes(body[:, :FIFTHS], 1, 1) << 4 | _unpacked("Q4_0", body[:, FIFTHS:])
     return unpack_tq1(body) if kind == "TQ1_0" else unplanes(np.ascontiguousarray(body), *PLANES[kind])
 
 

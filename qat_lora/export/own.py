@@ -48,7 +48,9 @@ def own_spec(name: str, *given: str) -> StudentSpec:
 def _kinds(name: str, model: nn.Module) -> dict[str, str]:
     """The quantiser of each quantised layer, by its name."""
     if packing(name):
-        return {layer: _grid(weight)[0] for layer, weight in unpacked(name)[0].items()}
+        packed = unpacked(name)[0]  # zero points in one layer are zero points in all, as GPTQ's and AWQ's folders say
+        zero = "+zero" * any(weight.offset is None and not _mirrored(weight) for weight in packed.values())
+        return {layer: _grid(weight) + ("+offset" if weight.zero is None else zero) for layer, weight in packed.items()}
     found = {}
     for layer, tensor in _gguf_tensors(name, model).items() if "gguf_file" in model_source(name) else ():
         kind = tensor.tensor_type.name
@@ -59,15 +61,15 @@ def _kinds(name: str, model: nn.Module) -> dict[str, str]:
     return found
 
 
-def _grid(weight: PackedWeight) -> tuple[str, int]:
-    """The quantiser of a packed weight, and the sign of its scales there: levels −1 … 2 are −2 … 1 mirrored."""
-    kind, edge = f"int{weight.bits}/g{weight.codes.shape[1] // weight.scale.shape[1]}", 2 ** (weight.bits - 1)
-    if weight.offset is not None:
-        return f"{kind}+offset", 1
-    zero = int(weight.zero.flat[0])
-    if zero in (edge, edge - 1) and (weight.zero == zero).all():
-        return kind, 1 if zero == edge else -1
-    return f"{kind}+zero", 1
+def _grid(weight: PackedWeight) -> str:
+    return f"int{weight.bits}/g{weight.codes.shape[1] // weight.scale.shape[1]}"
+
+
+def _mirrored(weight: PackedWeight) -> int:
+    """1 if a weight's codes are those of a grid without zero points, −1 if of a mirrored one (levels −1 … 2 are −2 … 1
+    times a negative scale), else 0."""
+    zero, edge = int(weight.zero.flat[0]), 2 ** (weight.bits - 1)
+    return {edge: 1, edge - 1: -1}.get(zero, 0) if (weight.zero == zero).all() else 0
 
 
 def _gguf_tensors(name: str, model: nn.Module) -> dict:
@@ -91,7 +93,7 @@ def own_student(name: str, spec: StudentSpec) -> nn.Module:
         quantizer, weight = layer.quantizer, layer.weight
         if packed:
             held = packed[stored]
-            sign = _grid(held)[1]
+            sign = 1 if quantizer.spec.offset else _mirrored(held)
             quantizer.scale.copy_(sign * _column(held.scale))
             if quantizer.spec.offset:
                 quantizer.offset.copy_(_column(-(held.zero * held.scale) if quantizer.spec.zero else held.offset))

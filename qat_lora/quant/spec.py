@@ -12,6 +12,8 @@ NAMES = {  # of grids of llama.cpp's files
     "q2_0": "int2/g64",
     "q4_0": "int4/g32",
     "q4_1": "int4/g32+offset",
+    "q5_0": "int5/g32",
+    "q5_1": "int5/g32+offset",
     "q8_0": "int8/g32",
     "tq1_0": "ternary/g256",
     "tq2_0": "ternary/g256",

@@ -10,7 +10,7 @@ from qat_lora.run.options import RunConfig
 # By target and bits: alternatives, of which each layer gets the first that fits its shape.
 HELD = {
     "llama.cpp": {
-        2: "q2_k|q2_0|q4_0", 3: "q3_k|q4_0", 4: "q4_k|q4_0", 5: "q5_k|q8_0", 6: "q6_k|q8_0", 8: "q8_0"
+        2: "q2_k|q2_0|q4_0", 3: "q3_k|q4_0", 4: "q4_k|q4_0", 5: "q5_k|q5_0", 6: "q6_k|q8_0", 8: "q8_0"
     },
     "vllm": {bits: f"int{bits}/g64|int{bits}/g32" for bits in (2, 3, 4, 8)},
     "mlx": {bits: f"int{bits}/g64+offset|int{bits}/g32+offset" for bits in (2, 3, 4, 5, 6, 8)},

@@ -14,7 +14,8 @@ from qat_lora.quant.spec import QuantSpec
 OUT, IN = 6, 512
 KINDS = {  # a quantiser of each type
     "TQ1_0": "ternary/g256", "TQ2_0": "ternary/g256", "Q2_0": "int2/g64", "Q4_0": "int4/g32", "Q4_1": "balanced4/g32",
-    "Q8_0": "int8/g32", **{f"Q{bits}_K": f"q{bits}_k" for bits in range(2, 7)},
+    "Q5_0": "int5/g32", "Q5_1": "int5/g32+offset", "Q8_0": "int8/g32",
+    **{f"Q{bits}_K": f"q{bits}_k" for bits in range(2, 7)},
 }  # fmt: skip
 SPECS = [
     *KINDS.values(),
@@ -31,6 +32,7 @@ SPECS = [
     for codebook, bits in [("balanced", b) for b in (2, 3, 4)] + [("int", b) for b in (2, 3, 4, 8)]
     for scale in ("g32", "g64", "g128", "tensor")
 ]
+FLAT = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16"]
 PAIRS = [(text, kind) for text in SPECS for kind in fitting(QuantSpec.parse(text), IN)[:-1]]
 
 
@@ -67,7 +69,7 @@ def test_codes_scales_and_offsets_come_back_bit_for_bit(text, kind):
     codes, scale, offset = decode(kind, spec, data)
     each = np.repeat(parts.scale, scale.shape[1] // parts.scale.shape[1], axis=1)
     assert (codes == parts.codes).all() and (scale == each).all()
-    assert (offset is None) == (kind not in ("Q2_K", "Q4_1", "Q4_K", "Q5_K"))
+    assert (offset is None) == (kind not in ("Q2_K", "Q4_1", "Q4_K", "Q5_1", "Q5_K"))
     if spec.offset:
         assert (offset == np.repeat(parts.offset, offset.shape[1] // parts.offset.shape[1], axis=1)).all()
     elif offset is not None:
@@ -81,7 +83,7 @@ def test_another_reader_sees_the_students_weights(text, kind):
     data = encode(kind, quantizer.spec, quantizer.parts())
     seen = values_of_q2_0(data) if kind == "Q2_0" else gguf.dequantize(data, gguf_types.library_type(kind))
     expected = quantizer.decode(quantizer.codes).numpy()
-    rounded = kind == "Q4_1" and quantizer.spec.codebook == "balanced"  # its offset, once
+    rounded = kind in ("Q4_1", "Q5_1") and quantizer.spec.codebook == "balanced"  # its offset, once
     scale = np.abs(quantizer.parts().scale).max()
     assert np.abs(seen - expected).max() <= (scale * abs(quantizer.spec.lowest) * 2**-11 if rounded else 0)
 
@@ -113,10 +115,10 @@ def test_an_integer_without_a_code_gives_an_invalid_code(integer):
 @pytest.mark.parametrize(
     "text, width, types",
     [
-        ("int2/g64", 128, ["Q2_0", "Q4_0", "Q4_1", "Q8_0", "F16"]), ("int2/g32", 128, ["Q4_0", "Q4_1", "Q8_0", "F16"]),
-        ("int2/tensor", 192, ["Q2_0", "Q4_0", "Q4_1", "Q8_0", "F16"]), ("int2/tensor", 48, ["F16"]),
-        ("int2/g16", 128, ["F16"]), ("balanced2/g64", 128, ["Q4_0", "Q4_1", "Q8_0", "F16"]),
-        ("balanced4/g32", 128, ["Q4_1", "Q8_0", "F16"]), ("int4/g96", 192, ["Q4_0", "Q4_1", "Q8_0", "F16"]),
+        ("int2/g64", 128, ["Q2_0", *FLAT]), ("int2/g32", 128, FLAT), ("int2/tensor", 192, ["Q2_0", *FLAT]),
+        ("int2/tensor", 48, ["F16"]), ("int2/g16", 128, ["F16"]), ("balanced2/g64", 128, FLAT),
+        ("balanced4/g32", 128, ["Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16"]), ("int4/g96", 192, FLAT),
+        ("int5/g32", 128, ["Q5_0", "Q5_1", "Q8_0", "F16"]), ("balanced5/g32", 128, ["Q5_1", "Q8_0", "F16"]),
         ("int8/g32", 128, ["Q8_0", "F16"]), ("balanced8/g32", 128, ["F16"]), ("lut4/g32", 128, ["F16"]),
         ("int4/r8", 128, ["F16"]),
     ],
@@ -132,7 +134,7 @@ def test_types_that_fit(text, width, types):
 @pytest.mark.parametrize(
     "text, width, kind, words",
     [
-        ("int2/g32", 128, "Q2_0", ["its blocks hold 64 weights", "use Q4_0, Q4_1, Q8_0, F16, or auto"]),
+        ("int2/g32", 128, "Q2_0", ["its blocks hold 64 weights", "use Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, F16, or auto"]),
         ("balanced2/g64", 128, "Q2_0", ["it cannot represent the levels of balanced2", "Q4_0"]),
         ("int2/tensor", 96, "Q2_0", ["96 inputs are not divisible by its block size 64", "Q4_0"]),
         ("int4/r8", 128, "Q4_0", ["one scale per block, not one per weight", "use F16"]),

@@ -44,7 +44,7 @@ def own(path: Path | str) -> Source:
     return Source(None, student, {"model": str(path), "spec": dict(vars(spec)), "info": {}})
 
 
-@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 def test_a_gguf_of_llama_cpps_own_quantiser(llama, load_script, tmp_path, kind):
     pytest.importorskip("llama_cpp", reason="make setup-peers builds it")
     source = load_source(None, None, llama)

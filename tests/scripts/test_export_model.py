@@ -203,12 +203,12 @@ def test_existing_outputs_are_not_overwritten_and_missing_options_are_named(refu
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (["--gguf-type", "Q5_0"], "--gguf-type 'Q5_0' is not one of auto, TQ1_0, TQ2_0, Q2_0"),
+        (["--gguf-type", "IQ4_NL"], "--gguf-type 'IQ4_NL' is not one of auto, TQ1_0, TQ2_0, Q2_0"),
         (["--format", "merged"], "needs the --adapter"),
         (["--adapter-as", "merged"], "is for --format gguf with an"),
         (["--format", "hf", "--gguf-type", "Q4_0"], "--gguf-type Q4_0 is for --format gguf"),
         (["--gguf-type", "Q4_0"], "Q4_0 cannot hold model.layers.0.self_attn.q_proj, which is balanced4/g32"),
-        (["--gguf-type", "Q2_0"], "use Q4_1, Q8_0, F16, or auto"),
+        (["--gguf-type", "Q2_0"], "use Q4_1, Q5_0, Q5_1, Q8_0, F16, or auto"),
     ],
 )
 def test_bad_flags(refused, flags, words):

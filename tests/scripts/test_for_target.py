@@ -44,7 +44,7 @@ def llama(model, run):
 
 
 @pytest.mark.parametrize("target, bits, kinds", [
-    ("llama.cpp", 2, {"Q2_K", "Q2_0"}), ("llama.cpp", 5, {"Q5_K", "Q8_0"}), ("vllm", 4, None), ("mlx", 2, None),
+    ("llama.cpp", 2, {"Q2_K", "Q2_0"}), ("llama.cpp", 5, {"Q5_K", "Q5_0"}), ("vllm", 4, None), ("mlx", 2, None),
     ("mlx", 8, None), ("hf", 3, None),
 ])  # fmt: skip
 def test_a_student_of_a_target_is_trained_and_exported_exactly(llama, run, tmp_path, capsys, target, bits, kinds):

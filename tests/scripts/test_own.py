@@ -22,7 +22,8 @@ SHAPE = {
 QAT = [*CPU, *["--batch-size", "8", "--eval-rows", "8", "--warmup-steps", "0"]]
 K_QUANTS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
 GRIDS = [
-    ("gguf", grid) for grid in (*K_QUANTS, "q4_0", "q4_1", "q8_0", "tq1_0", "q2_0", "ternary/g64", "balanced4/g32")
+    ("gguf", grid)
+    for grid in (*K_QUANTS, "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "tq1_0", "q2_0", "ternary/g64", "balanced4/g32")
 ]
 GRIDS += [("compressed-tensors", grid) for grid in ("int3/g64", "balanced4/g32", "ternary/g64", "int8/g256")]
 GRIDS += [("gptq", "int4/g64"), ("gptq", "int3/g32"), ("gptq", "ternary/g64"), ("autoround", "int2/g64")]
@@ -63,7 +64,7 @@ def low(run, full, tmp_path_factory):
 def test_codes_scales_and_offsets_are_the_models_own(low, kind, grid):
     path, file = low(kind, grid, "int8/g64" if kind == "mlx" else "none")
     student, base = own_student(str(path), own_spec(str(path))), load_model(str(path))
-    rounded = grid == "q4_1" or (kind, grid) == ("gguf", "balanced4/g32")  # Q4_1 rounds an offset to fp16
+    rounded = grid in ("q4_1", "q5_1") or (kind, grid) == ("gguf", "balanced4/g32")  # offsets become fp16
     for name, layer in quantized_layers(load_student(file)[0]).items():
         mine = quantized_layers(student)[name]
         for weight in (base.get_parameter(f"{name}.weight"), mine.weight):
@@ -133,6 +134,17 @@ def edited(path, folder, edit):
             (folder / file.name).write_bytes(file.read_bytes())
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def test_a_layer_whose_zero_points_are_all_the_middle_one_is_written_back(low, run, tmp_path):
+    def middle(tensors):
+        tensors["model.layers.1.mlp.up_proj.qzeros"].fill_(0x77777777)  # a zero of 8, stored as 7
+
+    path, file = edited(low("gptq", "int4/g64+zero")[0], tmp_path / "middle", middle), tmp_path / "student.pt"
+    spec = own_spec(str(path))
+    save_student(file, own_student(str(path), spec), str(path), spec, {"trained": True})
+    run("export_model", "--checkpoint", file, "--format", "gptq", "--output-dir", tmp_path / "back")
+    assert tensors_of(tmp_path / "back") == tensors_of(path)
 
 
 def test_what_is_not_read_is_refused_by_name(low, full, refuse, tmp_path):
