@@ -6,7 +6,7 @@
 Each grid gives one student, which starts from GPTQ. It is exported to every format that holds it exactly, whose files
 are read back code by code, and then loaded by llama.cpp, transformers (compressed-tensors) and mlx-lm. A row has the
 file's size over the computed one, the perplexity of --windows windows of 512 tokens in the reader over ours in fp32,
-and how many of ten greedy answers of 32 tokens are the same. llama.cpp rounds the inputs of a product to 8 bits;
+and how many of --answers greedy answers of 32 tokens are the same. llama.cpp rounds the inputs of a product to 8 bits;
 `emulated` is its perplexity over ours with that rounding. Appends to rows.jsonl in --output-dir; finished grids are
 not run again.
 """
@@ -37,7 +37,7 @@ from qat_lora.quant.student import StudentSpec, quantize, save_student
 from qat_lora.run.command_line import run_script
 from qat_lora.run.options import ScriptConfig, option
 
-WINDOW, ANSWERS, NEW, ROWS = 512, 10, 32, 16
+WINDOW, NEW, ROWS = 512, 32, 16
 GRIDS = "int2/g64,ternary/g64,int4/g32+offset,int4/g32,balanced4/g32,int8/g32,int2/g64+offset"
 # Gives logits [tokens, vocabulary] of tokens, which continue those of earlier calls if `more` is true.
 Reader = Callable[[list[int], bool], Tensor]
@@ -49,6 +49,7 @@ class Config(TextSource, ScriptConfig):
     grids: str = option(GRIDS, "quantisers of MLP and attention; or trained students, as files")
     formats: str = option("gguf,compressed-tensors,mlx", "formats to write and read")
     windows: int = option(8, "windows to measure")
+    answers: int = option(10, "greedy answers to compare", at_least=1)
     output_dir: str = option("runs/served", "folder for rows.jsonl")
 
 
@@ -60,7 +61,7 @@ def main(cfg: Config) -> None:
     edge = len(tokens) - cfg.windows * WINDOW
     rows = tokens[: ROWS * WINDOW].view(-1, 4, WINDOW)
     held = tokens[edge:].view(-1, WINDOW).tolist()
-    starts = [row[: 16 + place] for place, row in enumerate(tokens[: ANSWERS * WINDOW].view(-1, WINDOW).tolist())]
+    starts = [row[: 16 + place] for place, row in enumerate(tokens[: cfg.answers * WINDOW].view(-1, WINDOW).tolist())]
     path = out / "rows.jsonl"
     done = {json.loads(line)["grid"] for line in path.read_text().splitlines()} if path.exists() else set()
     for grid in cfg.grids.split(","):
