@@ -15,9 +15,10 @@ from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.errors import UserError
 from qat_lora.hosts.revision import revision
 from qat_lora.kd.dataset import KDCacheDataset
-from qat_lora.kd.training import heldout_figures, usual_rates
+from qat_lora.kd.training import heldout_figures
 from qat_lora.lora.adapter import adapter_values, load_adapter
 from qat_lora.models.loading import empty_model, load_model
+from qat_lora.quant.rates import usual_rates
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import StudentSpec, bits_per_weight, load_student, quantize
 from qat_lora.run.files import read_json, write_atomically

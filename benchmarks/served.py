@@ -92,44 +92,47 @@ def compare(name: str, file: Path, out: Path, held: list[list[int]], starts: lis
     source, folder = load_source(file), out / "export"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    kind, computed, bits, written = (export_gguf if name == "gguf" else export_packed)(name, source, folder)
-    if kind is None:
+    kinds, computed, bits, written = (export_gguf if name == "gguf" else export_packed)(name, source, folder)
+    if not kinds:
         return None
     ours = source.student.eval()
     exact, mine = perplexity(plain(ours), held), answers(plain(ours), starts)
     if name == "gguf":
         for layer in quantized_layers(ours).values():
+            kind = kinds[layer.quantizer]
             layer.register_forward_pre_hook(rounding_inputs(256 if "K" in kind or "TQ" in kind else 32))
         emulated = perplexity(plain(ours), held)
-    del source, ours
+    shown = "+".join(sorted(set(kinds.values())))
+    del source, ours, kinds
     reader = {"gguf": in_llama_cpp, "mlx": in_mlx}.get(name, in_transformers)(folder)
     theirs = perplexity(reader, held)
     same = sum(a == b for a, b in zip(answers(reader, starts), mine))
     return {
-        "format": name, "type": kind, "bits": bits, "mb": written / 1e6, "size / computed": written / computed,
+        "format": name, "type": shown, "bits": bits, "mb": written / 1e6, "size / computed": written / computed,
         "ppl": exact, "ppl in the reader / ours": theirs / exact,
         "emulated": theirs / emulated if name == "gguf" else None, "same answers": same,
     }  # fmt: skip
 
 
-def export_gguf(_, source: Source, folder: Path) -> tuple[str | None, int, float, int]:
+def export_gguf(_, source: Source, folder: Path) -> tuple[dict, int, float, int]:
+    """The type of each quantiser, none if the format does not hold the student; the computed size, bits, and size."""
     plan = plan_gguf(source)
-    kinds = sorted({entry.kind for entry in plan.entries if entry.quantizer})
-    if "F16" in kinds:
-        return None, 0, 0, 0
+    kinds = {entry.quantizer: entry.kind for entry in plan.entries if entry.quantizer}
+    if "F16" in kinds.values():
+        return {}, 0, 0, 0
     write_gguf(source, plan, folder, folder)
-    return "+".join(kinds), plan.model_bytes, stored_bits(plan), (folder / "model.gguf").stat().st_size
+    return kinds, plan.model_bytes, stored_bits(plan), (folder / "model.gguf").stat().st_size
 
 
-def export_packed(name: str, source: Source, folder: Path) -> tuple[str | None, int, float, int]:
-    """Also gives the student's other weights the values that the file has, in fp16."""
+def export_packed(name: str, source: Source, folder: Path) -> tuple[dict, int, float, int]:
+    """As `export_gguf`; also gives the student's other weights the values that the file has, in fp16."""
     try:
         plan = plan_packed(source, LAYOUTS[name])
     except UserError:
-        return None, 0, 0, 0
+        return {}, 0, 0, 0
     write_packed(source, plan, folder, folder)
     source.student.load_state_dict({key: value.float() for key, value in plan.plain.items()}, strict=False)
-    return name, plan.bytes(), plan.bits(), (folder / FILE).stat().st_size
+    return {None: name}, plan.bytes(), plan.bits(), (folder / FILE).stat().st_size
 
 
 # -- readers ---------------------------------------------------------------------------------------------------------

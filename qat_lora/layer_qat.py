@@ -15,6 +15,7 @@ from qat_lora.kernels.optimizer import new_optimizer
 from qat_lora.models.architecture import decoder_layers
 from qat_lora.quant.blockwise import Call, block_outputs, compensate_block, first_inputs, run_block
 from qat_lora.quant.linear import full_precision
+from qat_lora.quant.rates import rate_shares
 from qat_lora.run.metrics import Last, Share, Total
 from qat_lora.run.session import Session
 from qat_lora.train.loop import cosine, restore, set_learning_rates, trained_parameters
@@ -109,8 +110,8 @@ class _Layers:
         self._know(block)
         if self.plan.compensate and not resumed:
             compensate_block(self.blocks[block], self.inputs, self.calls[block], self.backend)
-        rate = self.plan.learning_rate
-        self.optimizer = new_optimizer(self.blocks[block], rate, self.backend)
+        rate, shares = self.plan.learning_rate, rate_shares(self.student, layerwise=True)
+        self.optimizer = new_optimizer(self.blocks[block], rate, self.backend, shares)
         if resumed:
             self.optimizer.load_state_dict(self.saved)
         self.saved = None

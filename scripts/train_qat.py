@@ -84,13 +84,14 @@ from qat_lora.data.batches import first_batches
 from qat_lora.errors import UserError
 from qat_lora.export.own import own_spec, own_student
 from qat_lora.kd.dataset import KDCacheDataset, open_splits, planned_rows, teacher_of
-from qat_lora.kd.training import heldout_figures, kd_loss, target_entropy, usual_rates
+from qat_lora.kd.training import heldout_figures, kd_loss, target_entropy
 from qat_lora.layer_qat import LayerPlan, train_layers
 from qat_lora.models.architecture import decoder_layers
 from qat_lora.models.compiling import set_up_blocks
 from qat_lora.models.loading import empty_model, load_tokenizer, model_fingerprint
 from qat_lora.models.source import planned_name
 from qat_lora.quant.calibration import calibrate, check_start, load_start
+from qat_lora.quant.rates import usual_rates
 from qat_lora.quant.student import StudentSpec, bits_per_weight, megabytes, quantize, save_student
 from qat_lora.run.console import command, compared, say
 from qat_lora.run.metrics import Share, Total

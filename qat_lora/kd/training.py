@@ -1,6 +1,4 @@
-"""Distillation from a KD cache: losses, default learning rates, held-out figures."""
-
-import math
+"""Distillation from a KD cache: losses and held-out figures."""
 
 import torch
 import torch.nn.functional as F
@@ -9,9 +7,7 @@ from torch.utils.data import Dataset
 
 from qat_lora.backend import TorchBackend
 from qat_lora.models.architecture import hidden_states
-from qat_lora.quant.linear import quantized_layers
 from qat_lora.quant.student import head_of
-from qat_lora.run.options import MOST_RATE
 from qat_lora.train.evaluation import batch_means, perplexity
 from qat_lora.train.losses import kept, log_probs_at, sparse_loss
 
@@ -66,25 +62,3 @@ def heldout_figures(
     nll, kl = nll / predicted, kl / kept
     measured = {"heldout_nll": nll, "heldout_ppl": perplexity(nll), "heldout_kl": kl}
     return measured | {"heldout_rows": min(rows, len(dataset))}
-
-
-LEAST_RATE = 1e-12  # learning rate of a student whose weights are all zero
-RATE_SHARE = 3.1e-3  # peak learning rate of 2-bit weights, as a share of their root mean square
-
-
-def usual_rates(student: nn.Module) -> tuple[float, float]:
-    """The default peak learning rates of a student, end to end and layer by layer, rounded to two digits.
-
-    At 2 bits both are 0.31% of the root mean square of the quantised weights: a latent weight has to move to the next
-    level to have an effect, and the distance between levels is proportional to the size of the weights. The shares were
-    tuned on SmolLM2, whose weights (0.19) are five times as large as Gemma 3's (0.034). Every two more bits divide
-    the share by six; the end-to-end rate is also halved at 3 bits and quartered from 4 bits on (docs/benchmarks.md,
-    "A second model"; 3 and 8 bits: unmeasured). With several quantisers, the one with the fewest bits decides.
-    """
-    layers = quantized_layers(student).values()
-    squares = sum(float(torch.linalg.vector_norm(layer.weight.detach())) ** 2 for layer in layers)
-    size = math.sqrt(squares / sum(layer.weight.numel() for layer in layers))
-    bits = min(layer.quantizer.spec.bits for layer in layers)
-    layerwise = RATE_SHARE * 6 ** (1 - bits / 2) * size
-    rates = (float(f"{rate:.1e}") for rate in (layerwise / 2 ** min(bits - 2, 2), layerwise))
-    return tuple(min(max(LEAST_RATE, rate), MOST_RATE) for rate in rates)  # an error elsewhere names NaN weights

@@ -82,9 +82,17 @@ class CautiousAdamW(torch.optim.Optimizer):
                     plain_step(*each, data, *betas)
 
 
-def new_optimizer(model: nn.Module, learning_rate: float, backend: TorchBackend, **settings) -> CautiousAdamW:
-    """The optimiser for the trainable parameters of a placed model. settings: its betas and weight_decay."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = CautiousAdamW([{"params": trained, "lr": learning_rate, **settings}])
+def new_optimizer(
+    model: nn.Module, learning_rate: float, backend: TorchBackend, shares: dict[nn.Parameter, float] | None = None,
+    **settings,
+) -> CautiousAdamW:  # fmt: skip
+    """The optimiser for the trainable parameters of a placed model. shares: of the learning rate, for parameters that
+    do not get all of it. settings: its betas and weight_decay."""
+    groups: dict[float, list[nn.Parameter]] = {}
+    for p in model.parameters():
+        if p.requires_grad:
+            groups.setdefault((shares or {}).get(p, 1.0), []).append(p)
+    groups = dict(sorted(groups.items(), reverse=True))
+    optimizer = CautiousAdamW([{"params": ps, "lr": learning_rate * s, **settings} for s, ps in groups.items()])
     backend.prepare(optimizer)
     return optimizer

@@ -12,6 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from qat_lora.backend import TorchBackend
 from qat_lora.data.batches import batches
 from qat_lora.kernels.optimizer import new_optimizer
+from qat_lora.quant.rates import rate_shares
 from qat_lora.rl.objective import Objective, group_advantages, grpo_loss, k3, token_weights
 from qat_lora.rl.policy import Prompts, log_probs
 from qat_lora.rl.rollout import Completions, Sampling, rollout
@@ -174,6 +175,6 @@ def grpo_stage(
 ) -> Stage:
     """A stage that trains a placed model's trainable parameters, one update per rollout. Its batches stay on the host,
     where answers are judged."""
-    optimizer = new_optimizer(model, plan.learning_rate, session.backend)
+    optimizer = new_optimizer(model, plan.learning_rate, session.backend, rate_shares(model))
     stream = partial(batches, train, plan.batch_size, plan.accumulation, plan.seed)
     return Stage("grpo", session, plan, optimizer, stream, StageState(model, optimizer), evaluate)

@@ -24,6 +24,7 @@ from qat_lora.backend import TorchBackend
 from qat_lora.data.batches import batches
 from qat_lora.errors import UserError
 from qat_lora.kernels.optimizer import new_optimizer
+from qat_lora.quant.rates import rate_shares
 from qat_lora.run.metrics import Last, Metric, Ratio, Value
 from qat_lora.run.options import COUNT, DECAY, RATE, SHARE, UPDATES, check_range
 from qat_lora.run.session import Session
@@ -190,7 +191,9 @@ def plain_stage(
     best: dict | None = None,
 ) -> Stage:  # fmt: skip
     """A stage that trains the trainable parameters of a placed model on a dataset. best: see `StageState`."""
-    optimizer = new_optimizer(model, plan.learning_rate, session.backend, weight_decay=plan.weight_decay)
+    optimizer = new_optimizer(
+        model, plan.learning_rate, session.backend, rate_shares(model), weight_decay=plan.weight_decay
+    )
     stream = row_stream(rows, plan, session.backend)
     return Stage(name, session, plan, optimizer, stream, StageState(model, optimizer, best), evaluate)
 

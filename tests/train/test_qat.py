@@ -12,8 +12,9 @@ from students import student_of
 from qat_lora.backend import TorchBackend
 from qat_lora.data.batches import batches
 from qat_lora.errors import UserError
-from qat_lora.kd.training import heldout_figures, kd_loss, usual_rates
+from qat_lora.kd.training import heldout_figures, kd_loss
 from qat_lora.quant.linear import quantized_layers
+from qat_lora.quant.rates import rate_shares, usual_rates
 from qat_lora.quant.student import StudentSpec
 from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session
@@ -118,6 +119,19 @@ def test_the_usual_rates_are_those_of_the_coarsest_quantiser(sharp_model_dir):
     assert coarse == mixed and coarse > fine
 
 
+def test_layers_of_more_bits_train_at_their_own_rate(train):
+    """In the first update of `train`'s student, whose MLP and attention have 2 bits and whose head has 4."""
+    backend = Counting()
+    student, _ = train(dataclasses.replace(PLAN, steps=1, warmup_steps=0), backend)
+    head = student.get_output_embeddings()
+    shares, layerwise = rate_shares(student), rate_shares(student, layerwise=True)
+    for name, layer in quantized_layers(student).items():
+        wanted = (1 / 24, 1 / 6) if layer is head else (1, 1)
+        for p in (layer.weight, *layer.quantizer.parameters()):
+            assert (shares[p], layerwise[p]) == pytest.approx(wanted), name
+    assert backend.rates == [pytest.approx([PLAN.learning_rate, PLAN.learning_rate / 24])]
+
+
 def test_the_usual_rates_are_valid_for_any_weights(new_student):
     student = new_student()
     for value in (0.0, math.nan, math.inf):
@@ -152,7 +166,7 @@ def test_an_update_reduces_once_then_clips_at_the_logged_rate(train, usual, accu
     rates = [line["lr"] for line in lines]
     assert rates[:3] == pytest.approx([PLAN.learning_rate * f for f in (1 / 3, 2 / 3, 1)])
     assert rates[3:] == sorted(rates[3:], reverse=True) and rates[-1] < 0.5 * PLAN.learning_rate
-    assert backend.rates == [pytest.approx([rate]) for rate in rates]
+    assert backend.rates == [pytest.approx([rate, rate / 24]) for rate in rates]
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
