@@ -92,13 +92,13 @@ def test_it_is_written_back_as_it_was_or_better(low, run, full, tmp_path, kind, 
     path, _ = low(kind, grid, head)
     run("build_kd_cache", "--model", full, "--cache-dir", tmp_path / "cache", *CACHE, "--length", 32, "--max-rows", 256)
     flags = ["--model", path, "--init", "own", "--cache-dir", tmp_path / "cache", *QAT]
-    for name, steps in (("same", 0), ("better", 16)):
+    for name, steps in (("same", 0), ("better", 48)):
         made = tmp_path / name
         run("train_qat", *flags, "--max-steps", steps, "--eval-every", 8, "--output-dir", made)
         back = ["--checkpoint", made / "best.pt", "--format", kind, "--output-dir", made / "out"]
         run("export_model", *back)
     kl = curve(tmp_path / "better", "heldout_kl")
-    assert min(kl) < (0.999 if "int4" in grid else 0.995) * kl[0]
+    assert min(kl) < (0.995 if "int4" in grid else 0.98) * kl[0]
     there = [tensors_of(tmp_path / name / "out" / ("model.gguf" * (kind == "gguf"))) for name in ("same", "better")]
     assert there[0] == tensors_of(path) and there[1].keys() == there[0].keys() and there[1] != there[0]
 
