@@ -6,19 +6,21 @@ better than any scale search (EfficientQAT's first phase, arXiv 2407.11062).
 
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from qat_lora.backend import TorchBackend, is_xla_device, xla_mark_step  # noqa: F401 (the guide imports the two from here)
-from qat_lora.kernels.optimizer import new_optimizer
+from qat_lora.backend.sharding import as_shards, whole
+from qat_lora.kernels.optimizer import CautiousAdamW, new_optimizer
 from qat_lora.models.architecture import decoder_layers
 from qat_lora.quant.blockwise import Call, block_outputs, compensate_block, first_inputs, run_block
 from qat_lora.quant.linear import full_precision
 from qat_lora.quant.rates import rate_shares
 from qat_lora.run.metrics import Last, Share, Total
 from qat_lora.run.session import Session
-from qat_lora.train.loop import cosine, restore, set_learning_rates, trained_parameters
+from qat_lora.train.loop import cosine, load_trained, set_learning_rates, trained_state
 
 
 @dataclass(frozen=True)
@@ -72,13 +74,14 @@ class _Layers:
         self.calls: list[tuple[Call, ...]] = []
 
     def state(self) -> tuple[dict, dict]:
-        return trained_parameters(self.student), {"optimizer": self.optimizer.state_dict(), "block": self.current}
+        return trained_state(self.student, self.optimizer, {"block": self.current})
 
-    def load(self, tensors: dict, trainer: dict) -> None:
+    def load(self, tensors: dict | Path, trainer: dict) -> None:
         self._begin()
         self._know(trainer["block"])
-        restore(self.student, tensors)
-        self.saved = trainer["optimizer"]
+        optimizer = self._new_optimizer(trainer["block"])
+        load_trained(self.student, optimizer, tensors, trainer)
+        self.saved = optimizer.state_dict()
 
     def reach(self, block: int, inner: int) -> None:
         """Advance to a block's inner-th update (0-based); also takes a resumed run through the finished blocks."""
@@ -93,6 +96,7 @@ class _Layers:
 
     def _begin(self) -> None:
         self.inputs, self.calls = first_inputs(self.student, self.batches, self.backend)
+        as_shards(self.student)
         self.targets = self.inputs
 
     def _outputs(self, block: int, inputs: list[Tensor]) -> list[Tensor]:
@@ -109,12 +113,16 @@ class _Layers:
         """Begin a block's training, or resume in the middle of it."""
         self._know(block)
         if self.plan.compensate and not resumed:
-            compensate_block(self.blocks[block], self.inputs, self.calls[block], self.backend)
-        rate, shares = self.plan.learning_rate, rate_shares(self.student, layerwise=True)
-        self.optimizer = new_optimizer(self.blocks[block], rate, self.backend, shares)
+            with whole(self.blocks[block]):
+                compensate_block(self.blocks[block], self.inputs, self.calls[block], self.backend)
+        self.optimizer = self._new_optimizer(block)
         if resumed:
             self.optimizer.load_state_dict(self.saved)
         self.saved = None
+
+    def _new_optimizer(self, block: int) -> CautiousAdamW:
+        shares = rate_shares(self.student, layerwise=True)
+        return new_optimizer(self.blocks[block], self.plan.learning_rate, self.backend, shares)
 
     def batch(self, at: int) -> tuple[dict[str, Tensor], Call]:
         """A batch on the device, with the current block's input and target, and how the block is called."""

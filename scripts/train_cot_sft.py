@@ -96,6 +96,7 @@ from torch.utils.data import Dataset
 
 from qat_lora.backend import TorchBackend, open_planned, planned_workers
 from qat_lora.backend.opening import launch
+from qat_lora.backend.sharding import takes_part
 from qat_lora.data.batches import SameRows
 from qat_lora.data.supervised import PackedExamples
 from qat_lora.data.templates import begin_with_bos, template_facts
@@ -109,7 +110,7 @@ from qat_lora.export.targets import check_target
 from qat_lora.lora.add import add_adapter
 from qat_lora.lora.targets import coverage, left_out
 from qat_lora.models.architecture import model_type, packs, set_packs
-from qat_lora.models.compiling import set_up_blocks
+from qat_lora.models.compiling import placed, set_up_blocks
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import adapter_notes, check_length, weights_fingerprint
 from qat_lora.models.source import PlannedTokenizer, planned_name, speech_files
@@ -126,7 +127,6 @@ from qat_lora.run.session import Session
 from qat_lora.train.language_memory import (
     answer_memory,
     least_rollout_memory,
-    least_training_memory,
     loading_memory,
     reading_memory,
     sizes_of,
@@ -160,7 +160,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         anchor = cfg.anchor(cfg.model, tokenizer, cfg.batch_size * workers)
         rows = legal_rows(cfg.dataset, cfg.dataset_split, cfg.count, cfg.seed)
     loads = backend.is_main and not cfg.dry_run  # the other workers get worker 0's weights, and a dry run needs none
-    base = open_base(cfg, spec, backend, workers, loads)
+    base, shared = open_base(cfg, spec, backend, workers, loads)
     weights = section_weights(cfg.section_weights)
     data = legal_data(rows, tokenizer, cfg.length, weights, cfg.heldout_fraction, cfg.seed, packs(base), cfg.thinks)
     plan = plan_of(cfg, data.train, workers)
@@ -168,7 +168,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     ends = group.on_main(lambda: tuple(end_tokens(base, tokenizer)))  # other workers have no generation config
     sizes = cfg.answer_rows, cfg.max_prompt_length, cfg.max_new_tokens
     evaluation = LegalEvaluation(Sampler(tokenizer, backend, ends, *sizes, cfg.thinks), data)  # checks the questions
-    describe(cfg, adapted(cfg, cfg.empty_policy(spec)), backend, data, plan, workers)
+    describe(cfg, adapted(cfg, cfg.empty_policy(spec)), backend, data, plan, workers, shared)
     if cfg.dry_run:
         return
 
@@ -180,15 +180,16 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     if backend.is_main:
         data.write(run.path)
         base = base_of(cfg, spec, base, data.train, run.path / "base.pt", session.resumed)
-    model = backend.place(adapted(cfg, base))
+    model = placed(adapted(cfg, base), backend, shared)
     set_up_blocks(model, backend, cfg.gradient_checkpointing, cfg.compile)
 
     before = evaluation.write(model, cfg.final_answers, run, "baseline") if cfg.final_answers else {}
     fine_tune(model, data.train, plan, session, lambda _: evaluation.glance(model, cfg.batch_size, cfg.eval_answers))
     figures = evaluation.write(model, cfg.final_answers, run, "final") if cfg.final_answers else {}
     cost = session.cost()
-    if backend.is_main:
+    if takes_part(model, backend):
         made, gap = write_trained(model, cfg.model, spec, run.path, tokenizer, data.train[0]["tokens"], backend)
+    if backend.is_main:
         finish(
             run, figures | cost | {"merged_logit_gap": gap}, made, quality(run, before | figures),
             command("run_legal_assistant", run=run.path, question=QUESTION),
@@ -239,12 +240,14 @@ def plan_of(cfg: Config, train: Dataset, workers: int) -> Plan:
     )  # fmt: skip
 
 
-def open_base(cfg: Config, spec: StudentSpec | None, backend: TorchBackend, workers: int, loads: bool) -> nn.Module:
-    """The model, quantised by `spec`; without values if not `loads`. Checks that it fits in memory (a dry run may plan
-    for another machine), and that it can generate answers."""
+def open_base(
+    cfg: Config, spec: StudentSpec | None, backend: TorchBackend, workers: int, loads: bool
+) -> tuple[nn.Module, bool]:  # fmt: skip
+    """The model, quantised by `spec`, without values if not `loads`; and whether the workers share it out. Checks that
+    it fits in memory (a dry run may plan for another machine), and that it can generate answers."""
     model = adapted(cfg, cfg.empty_policy(spec))
+    shared, need = cfg.shares(model, cfg.length, backend, workers)
     if not cfg.dry_run:
-        need = least_training_memory(model, cfg.batch_size, cfg.length, backend.bf16)
         what = f"training {sizes_of(model)} on --batch-size {cfg.batch_size} rows of {cfg.length} tokens"
         check_fits(backend, {"--batch-size, --length, or take a smaller model": need}, what, workers)
         need = least_rollout_memory(model, 1, cfg.answer_rows, cfg.max_new_tokens)
@@ -257,7 +260,7 @@ def open_base(cfg: Config, spec: StudentSpec | None, backend: TorchBackend, work
             check_answers(base, backend.static_shapes, loads)
         except UserError as error:
             raise UserError(f"{error}, or --eval-answers 0 --final-answers 0") from error
-    return base
+    return base, shared
 
 
 def facts_of(
@@ -285,7 +288,9 @@ def adapted(cfg: Config, base: nn.Module) -> nn.Module:
     return add_adapter(base.requires_grad_(False), *sizes, ("all",), cfg.seed, cfg.lora_dropout, cfg.method == "rslora")
 
 
-def describe(cfg: Config, model: nn.Module, backend: TorchBackend, data: LegalData, plan: Plan, workers: int) -> None:
+def describe(
+    cfg: Config, model: nn.Module, backend: TorchBackend, data: LegalData, plan: Plan, workers: int, shared: bool
+) -> None:
     """Print the plan of the run."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     whole = sum(p.numel() for p in model.parameters())
@@ -304,17 +309,17 @@ def describe(cfg: Config, model: nn.Module, backend: TorchBackend, data: LegalDa
         f"{plan.steps} updates of {plan.batch_size} × {plan.accumulation} × {workers} = {rows} rows "
         f"({rows * cfg.length:,} tokens), learning rate {plan.learning_rate:g}"
     )
-    say(memory_line(memory(cfg, model, backend), backend))
+    say(memory_line(memory(cfg, model, backend, workers if shared else 1), backend))
 
 
-def memory(cfg: Config, model: nn.Module, backend: TorchBackend) -> dict[str, Parts]:
-    """The memory that each phase takes."""
+def memory(cfg: Config, model: nn.Module, backend: TorchBackend, workers: int = 1) -> dict[str, Parts]:
+    """The memory that each phase takes. workers: how many share the model out; to answer, each has all of it."""
     row = cfg.max_prompt_length + cfg.max_new_tokens
     rows = cfg.answer_rows if cfg.eval_answers or cfg.final_answers else 0
     sizes = cfg.batch_size, max(cfg.length, cfg.anchor_length()), backend.bf16, cfg.gradient_checkpointing
     return {
         "loading": loading_memory(model),
-        "training": training_memory(model, *sizes, compiled=backend.static_shapes),
+        "training": training_memory(model, *sizes, compiled=backend.static_shapes, workers=workers),
         "answering": answer_memory(model, rows, row, backend.bf16),
         "reading back": reading_memory(model),
     }

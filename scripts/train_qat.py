@@ -80,6 +80,7 @@ from torch import nn
 
 from qat_lora.backend import TorchBackend, open_planned, planned_workers
 from qat_lora.backend.opening import launch
+from qat_lora.backend.sharding import takes_part
 from qat_lora.data.batches import first_batches
 from qat_lora.errors import UserError
 from qat_lora.export.own import own_spec, own_student
@@ -87,7 +88,7 @@ from qat_lora.kd.dataset import KDCacheDataset, open_splits, planned_rows, teach
 from qat_lora.kd.training import heldout_figures, kd_loss, target_entropy
 from qat_lora.layer_qat import LayerPlan, train_layers
 from qat_lora.models.architecture import decoder_layers
-from qat_lora.models.compiling import set_up_blocks
+from qat_lora.models.compiling import placed, set_up_blocks
 from qat_lora.models.loading import empty_model, load_tokenizer, model_fingerprint
 from qat_lora.models.source import planned_name
 from qat_lora.quant.calibration import calibrate, check_start, load_start
@@ -120,7 +121,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     asked, cfg = cfg, prepare(NAME, cfg, backend.group)
     layer_batch = cfg.batch_size * cfg.accumulation_steps // asked.accumulation_steps  # more if there are fewer workers
     with backend.group.main_first():
-        train, heldout = open_rows(cfg, backend, backend.world_size)
+        train, heldout, shared = open_rows(cfg, backend, backend.world_size)
     facts, trained = facts_of(cfg, train, layer_batch, backend)
     spec, by_block = student_spec(cfg), bool(cfg.layer_steps) or cfg.init == "gptq"
     # before open_run, so that an error leaves no run behind; the other workers get worker 0's values
@@ -130,13 +131,14 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     backend.seed(cfg.seed)
     session = Session(run, backend, cfg.every(), files=("best.pt", "layerwise.pt"))
     student = start_student(cfg, *start, train, session) if start else quantize(empty_model(cfg.model), spec)
-    student, best, kept = backend.place(student), session.best("heldout_kl"), run.path / "best.pt"
+    student, best, kept = placed(student, backend, shared), session.best("heldout_kl"), run.path / "best.pt"
 
     def evaluate(step: int) -> dict:
         """Held-out figures; best.pt keeps the student with the lowest KL."""
         done = session.offset + step
         figures = heldout_figures(student, heldout, backend, cfg.batch_size, cfg.eval_rows)
-        if backend.is_main and best.take(figures, kept.exists()):
+        taken = backend.group.on_main(lambda: best.take(figures, kept.exists()))
+        if taken and takes_part(student, backend):
             save_student(kept, student, cfg.model, spec, {"step": done, "trained": trained or done > 0, **figures})
         return figures
 
@@ -174,7 +176,7 @@ def layer_by_layer(cfg: Config, student: nn.Module, train: KDCacheDataset, batch
     backend = session.backend
     rows = first_batches(train, cfg.layer_rows, batch_size, cfg.seed, backend.rank, backend.world_size)
     train_layers(student, rows, layer_plan(cfg), session)
-    if backend.is_main and not session.resumed:  # a run that resumes in a later stage has the file
+    if takes_part(student, backend) and not session.resumed:  # a run that resumes in a later stage has the file
         save_student(session.run.path / "layerwise.pt", student, cfg.model, student_spec(cfg), {"stage": "layers"})
 
 
@@ -208,8 +210,9 @@ def student_spec(cfg: Config) -> StudentSpec:
     return StudentSpec(mlp=cfg.mlp, attn=cfg.attn, head=cfg.head, layers=cfg.layers or "")
 
 
-def open_rows(cfg: Config, backend: TorchBackend, workers: int) -> tuple[KDCacheDataset, KDCacheDataset]:
-    """The training and held-out rows of the cache. Prints the plan of the run, and checks that it fits in memory."""
+def open_rows(cfg: Config, backend: TorchBackend, workers: int) -> tuple[KDCacheDataset, KDCacheDataset, bool]:
+    """The training and held-out rows of the cache, and whether the workers share the student out. Prints the plan of
+    the run, and checks that it fits in memory."""
     from qat_lora.export.gguf import export_formats  # bring modules that nothing else here needs
     from qat_lora.export.targets import check_target
 
@@ -222,8 +225,7 @@ def open_rows(cfg: Config, backend: TorchBackend, workers: int) -> tuple[KDCache
     stages = f"{cfg.layer_steps} updates for each of {len(decoder_layers(model))} blocks, {cfg.max_steps} end to end"
     say(f"start: {cfg.checkpoint or cfg.init}; {stages}")
     say(check_target(cfg.target, cfg.model, model) if cfg.target else export_formats(cfg.model))
-    cfg.describe(model, train, backend, workers)
-    return train, heldout
+    return train, heldout, cfg.describe(model, train, backend, workers)
 
 
 def facts_of(cfg: Config, train: KDCacheDataset, layer_batch: int, backend: TorchBackend) -> tuple[dict, bool]:

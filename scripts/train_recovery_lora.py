@@ -72,6 +72,7 @@ from torch.utils.data import Dataset
 
 from qat_lora.backend import TorchBackend, open_planned, planned_workers
 from qat_lora.backend.opening import launch
+from qat_lora.backend.sharding import takes_part
 from qat_lora.data.batches import SameRows, first_batches
 from qat_lora.data.packing import TextDataset, split_heldout
 from qat_lora.data.templates import template_facts
@@ -82,7 +83,7 @@ from qat_lora.lora.adapter import adapter_values, read_adapter, save_adapter, ta
 from qat_lora.lora.add import add_adapter, fit_to_error
 from qat_lora.lora.recovery import MODES, fitting_memory
 from qat_lora.lora.targets import coverage, left_out
-from qat_lora.models.compiling import set_up_blocks
+from qat_lora.models.compiling import placed, set_up_blocks
 from qat_lora.models.loading import adapter_notes, check_length, load_model, model_fingerprint
 from qat_lora.models.packaged import EMBEDDED
 from qat_lora.models.source import planned_name
@@ -123,7 +124,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     with backend.group.main_first():
         train, heldout = open_rows(cfg, made["model"], tokenizer, backend.world_size)
         anchor = cfg.anchor(made["model"], tokenizer, cfg.batch_size * backend.world_size)
-    describe(cfg, made, train, backend, backend.world_size)
+    shared = describe(cfg, made, train, backend, backend.world_size)
     # the other workers get their values from worker 0
     student = load_student(cfg.checkpoint, cfg.model)[0] if backend.is_main else empty_student(made)
     model = adapted(cfg, student)
@@ -142,14 +143,15 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     if backend.is_main and cfg.adapter_init == "error" and not session.resumed:
         rows = first_batches(train, CALIBRATION_ROWS, cfg.batch_size, cfg.seed)
         fit_to_error(model, load_model(made["model"]), rows, cfg.precision)
-    backend.place(model)
+    placed(model, backend, shared)
     set_up_blocks(model, backend, cfg.gradient_checkpointing, cfg.compile)
     best, kept = session.best("heldout_kl" if cfg.mode == "kd" else "heldout_nll"), run.path / "adapter"
 
     def evaluate(step: int) -> dict:
         """Held-out figures; adapter/ keeps the adapter with the lowest KL or loss."""
         figures = MEASURES[cfg.mode](model, heldout, backend, cfg.batch_size, cfg.eval_rows)
-        if backend.is_main and best.take(figures, kept.exists()):
+        taken = backend.group.on_main(lambda: best.take(figures, kept.exists()))
+        if taken and takes_part(model, backend):
             save_adapter(model, kept, facts["student"])
         return figures
 
@@ -228,8 +230,8 @@ def open_rows(cfg: Config, model_name: str, tokenizer, workers: int) -> tuple[Da
     return train, heldout
 
 
-def describe(cfg: Config, made: dict, train: Dataset, backend: TorchBackend, workers: int) -> None:
-    """Print the plan of the run, and check that it fits in memory."""
+def describe(cfg: Config, made: dict, train: Dataset, backend: TorchBackend, workers: int) -> bool:
+    """Print the plan of the run, and check that it fits in memory. Returns whether the workers share the model out."""
     from qat_lora.export.gguf import export_formats  # brings nine modules that nothing else here needs
 
     model = adapted(cfg, empty_student(made))
@@ -241,7 +243,7 @@ def describe(cfg: Config, made: dict, train: Dataset, backend: TorchBackend, wor
         say(line)
     say(f"{cfg.max_steps} updates in mode {cfg.mode} on {len(train)} rows")
     say(export_formats(made["model"]))
-    cfg.describe(model, train, backend, workers, phases(cfg, model, backend))
+    return cfg.describe(model, train, backend, workers, phases(cfg, model, backend))
 
 
 def phases(cfg: Config, model: nn.Module, backend: TorchBackend) -> dict[str, Parts]:

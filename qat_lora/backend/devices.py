@@ -64,3 +64,13 @@ def check_usable(device: torch.device) -> None:
         raise UserError(
             f"{device} cannot be used ({first_line(error)}); end the process that nvidia-smi lists there, or wait"
         ) from error
+
+
+def is_shard(tensor: Tensor) -> bool:
+    """Whether a tensor is this worker's part of a parameter, or of what belongs to it (backend/sharding.py)."""
+    return hasattr(tensor, "to_local")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This worker's part of a tensor that may be shared out."""
+    return tensor.to_local() if is_shard(tensor) else tensor

@@ -23,13 +23,12 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from qat_lora.backend import machine
-from qat_lora.backend.devices import check_usable, cpu_has_bf16
-from qat_lora.backend.placing import architecture, put_zeros, retie, tied_parameters
+from qat_lora.backend.devices import check_usable, cpu_has_bf16, is_shard, local
+from qat_lora.backend.placing import agree, put_zeros, retie, tied_parameters
 from qat_lora.errors import UserError, to_stderr
 from qat_lora.hosts.group import ALONE, Group
 
 # Gradients of at least this many bytes are reduced in place; smaller ones are copied together and reduced at once.
-# docs/benchmarks.md has the cost of the reduction.
 SMALL_BYTES = 256 * 2**10
 
 
@@ -85,6 +84,7 @@ class TorchBackend:
 
     # -- capabilities that a loop may query -----------------------------------------------------------------------
     on_tpu = False
+    can_share = True  # whether workers can share a model out, see sharding.py
     static_shapes = False  # whether each shape compiles its own graph, so all batches should have one shape
 
     @property
@@ -94,8 +94,7 @@ class TorchBackend:
 
     @property
     def wants_recomputation(self) -> bool:
-        """Whether activations of rollouts should be recomputed: true if the device has its own limited memory and no
-        compiler plans its use."""
+        """Whether to recompute activations of rollouts: where memory is limited and no compiler plans its use."""
         return self.kind == "cuda"
 
     @property
@@ -173,8 +172,7 @@ class TorchBackend:
         module.to(self.device)
         retie(module, groups)
         if self.world_size > 1:
-            # another version of transformers may have extra settings
-            self.group.agree(architecture(module), "give every host the same model folder", common=True)
+            agree(module, self.group)
             self.broadcast([*module.parameters(), *module.buffers()])
         if self.kind == "cpu":
             machine.hand_back_memory()
@@ -260,9 +258,13 @@ class TorchBackend:
 
         Returns the gradient norm before clipping as a device scalar.
         """
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        self.reduce([*gradients, *also])
+        gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        shards = is_shard(optimizer.param_groups[0]["params"][0])  # whose backward pass has reduced them
+        self.reduce([*also] if shards else [*gradients, *also])
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        if shards:
+            self.reduce([norm.square_()])
+            norm.sqrt_()
         scale = (clip / (norm + 1e-6)).clamp(max=1.0) if clip > 0 else None
         if scale is not None and (self.kind != "cpu" or scale < 1):  # elsewhere the host would have to wait for it
             torch._foreach_mul_(gradients, scale)

@@ -116,6 +116,12 @@ def keep_freed_memory() -> None:
     _set(mappings=0, trim=-1)  # large blocks get no mapping of their own; the heap's top is never trimmed
 
 
+def return_freed_memory() -> None:
+    """Make glibc return large blocks to the kernel when they are freed, as those of a gathered part of a model are."""
+    hand_back_memory()
+    _set(mappings=65536, trim=MAPPED)
+
+
 @contextmanager
 def giving_memory_back() -> Iterator[None]:
     """Use this to load weights, also while or after others are trained: it returns free memory before and after.

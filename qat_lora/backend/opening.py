@@ -106,26 +106,33 @@ def open_backend(requested: str = "auto", precision: str = "auto") -> TorchBacke
     return XlaBackend(precision)
 
 
-class PlannedTpu(TorchBackend):
-    """The backend of a dry run for a TPU that this machine does not have: has its properties, and computes nothing."""
+class Planned(TorchBackend):
+    """The backend of a dry run for a TPU or GPU that this machine does not have: has its properties, and computes
+    nothing."""
 
-    on_tpu, static_shapes, shares_host_memory = True, True, False
+    shares_host_memory = False
 
-    def __init__(self, precision: str):
-        self.kind, self.group, self.device = "xla", ALONE, torch.device("meta")
+    def __init__(self, kind: str, precision: str):
+        self.kind, self.group, self.device = kind, ALONE, torch.device("meta")
+        self.on_tpu = self.static_shapes = kind == "xla"
+        self.can_share = not self.on_tpu
         self.bf16 = precision == "auto" or self._wants_bf16(precision)
 
     @property
     def name(self) -> str:
-        return "TPU (planned; none on this machine)"
+        return f"{'TPU' if self.on_tpu else 'GPU'} (planned; none on this machine)"
 
     def memory(self) -> None:
         return None
 
 
 def open_planned(requested: str = "auto", precision: str = "auto") -> TorchBackend:
-    """The backend of a dry run, which may plan for a TPU on a machine without one."""
-    return PlannedTpu(precision) if detect.plans_a_tpu(requested) else open_backend(requested, precision)
+    """The backend of a dry run, which may plan for a TPU or a GPU on a machine without one."""
+    if detect.plans_a_tpu(requested):
+        return Planned("xla", precision)
+    if requested == "cuda" and not torch.cuda.device_count():
+        return Planned("cuda", precision)
+    return open_backend(requested, precision)
 
 
 def open_alone(device: str = "auto", precision: str = "auto") -> TorchBackend:

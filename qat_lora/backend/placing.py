@@ -6,6 +6,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from qat_lora.backend.devices import is_shard
+from qat_lora.hosts.group import Group
+
 # Keys of a transformers config that say where a model is or how it was saved.
 NO_SETTINGS = {"_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype", "architectures"}
 
@@ -37,12 +40,20 @@ def architecture(module: nn.Module) -> dict[str, tuple]:
     return found | {"the model's set of tensors": (shapes, f"{len(tensors)} tensors ({shapes})")}
 
 
+def agree(module: nn.Module, group: Group) -> None:
+    """Raise UserError in every worker unless all have the same `architecture`."""
+    # another version of transformers may have extra settings
+    group.agree(architecture(module), "give every host the same model folder", common=True)
+
+
 def replace_tensors(module: nn.Module, make: Callable[[str, Tensor], Tensor]) -> None:
     """Replace every parameter and buffer of a module, which may have no storage (meta), with make(name, tensor), one at
     a time, so that the host never holds copies for all its workers. Tied parameters stay tied."""
     groups = tied_parameters(module)
     everything = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     for name, tensor in everything:
+        if is_shard(tensor):
+            continue
         owner, _, leaf = name.rpartition(".")
         made = make(name, tensor)
         if isinstance(tensor, nn.Parameter):

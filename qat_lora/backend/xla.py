@@ -62,7 +62,7 @@ def _addresses() -> list[str]:
 class XlaBackend(TorchBackend):
     """One worker on one XLA device. Tested on torch_xla's CPU device, untested on hardware."""
 
-    static_shapes = True
+    can_share, static_shapes = False, True
 
     def __init__(self, precision: str = "auto", group: Group = ALONE):
         self.kind, self.group = "xla", group

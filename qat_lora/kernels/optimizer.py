@@ -4,10 +4,11 @@ import math
 from ctypes import c_float
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from qat_lora.backend import TorchBackend
-from qat_lora.backend.devices import numbers_on
+from qat_lora.backend.devices import is_shard, local, numbers_on
 from qat_lora.kernels import native
 
 FIRST, SECOND, EPS = 0.9, 0.95, 1e-8  # default decays of the moments; EPS keeps their ratio finite
@@ -49,6 +50,30 @@ def step_in_c(
     p.add_(moves, alpha=min(rate, torch.finfo(p.dtype).max))
 
 
+def shards_step(trained: list[tuple[Tensor, ...]], numbers: tuple[float, ...], betas: tuple[float, float]) -> None:
+    """`plain_step` for parameters of which each worker has a shard: (p, grad, m, v), of which grad is overwritten. The
+    share of agreeing elements is that of the whole parameter."""
+    (lr, keep, size, eps), agreeing = numbers, []
+    parts = [[local(tensor) for tensor in each] for each in trained]
+    for p, grad, m, v in parts:
+        if native.suits(p, grad, m, v, smallest=1):
+            factors = [c_float(value) for value in (1 - betas[0], 1 - betas[1], size, eps)]
+            found = native.run("move_moments", (p.numel(),), grad, m, v, grad, *factors)
+            agreeing.append(torch.tensor(float(found)))
+            continue
+        m.lerp_(grad, 1 - betas[0])
+        v.mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
+        move = m / (v.sqrt() * size + eps)
+        agree = (move * grad > 0).to(p.dtype)
+        agreeing.append(agree.sum(dtype=torch.float32))
+        grad.copy_(-move * agree)
+    shares = torch.stack(agreeing)
+    dist.all_reduce(shares)
+    shares /= shares.new_tensor([whole.numel() for whole, *_ in trained])
+    for (p, moves, *_), rate in zip(parts, lr / shares.clamp(min=LEAST)):
+        p.mul_(keep).add_(moves.mul_(rate))
+
+
 class CautiousAdamW(torch.optim.Optimizer):
     """Cautious AdamW (arXiv 2411.16085): skips the elements whose step disagrees in sign with their current gradient,
     and scales the other steps up in proportion. A group may have its own betas, and a decoupled weight_decay (default
@@ -70,6 +95,9 @@ class CautiousAdamW(torch.optim.Optimizer):
             lr, betas = group["lr"], group["betas"]
             numbers = lr, 1 - lr * group["weight_decay"], *corrections(betas, EPS, group["step"])
             trained = [(p, p.grad.contiguous(), *self.state[p].values()) for p in group["params"] if p.grad is not None]
+            if any(is_shard(p) for p, *_ in trained):
+                shards_step(trained, numbers, betas)
+                continue
             in_c, plain = [], []
             for each in trained:
                 (in_c if native.suits(*each, smallest=1) else plain).append(each)

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from qat_lora.backend.devices import on_host
+from qat_lora.backend.sharding import whole_values, writes
 from qat_lora.errors import UserError, one_line
 from qat_lora.models.architecture import unwrap
 from qat_lora.models.identity import check_pickle, short
@@ -197,16 +198,18 @@ def _check_origin(folder: Path, checkpoint: str | Path | None, model: nn.Module)
 
 def save_adapter(model: nn.Module, folder: Path, student: str | None) -> None:
     """Write the adapter in PEFT's own format, with the sha256 of the student file that it belongs to; the folder is
-    replaced as a whole."""
+    replaced as a whole. If the model is shared out, every worker calls this and worker 0 writes."""
+    # On the host, since safetensors cannot read an XLA tensor. The embedding is never trained here; "auto" would query
+    # the hub for it.
+    weights = whole_values(model, lambda name, _: "lora_" in name)
+    if not writes(model):
+        return
     part, old = folder.with_name(f".{folder.name}.part"), folder.with_name(f".{folder.name}.old")
     try:
         with writing(folder):
             if old.exists() and not folder.exists():  # killed between the two renames below
                 old.rename(folder)
             shutil.rmtree(part, ignore_errors=True)
-            # On the host, since safetensors cannot read an XLA tensor. The embedding is never trained here; "auto"
-            # would query the hub for it.
-            weights = {name: p.detach().cpu() for name, p in model.named_parameters() if "lora_" in name}
             model.save_pretrained(part, save_embedding_layers=False, state_dict=weights)
             config = read_json(part / "adapter_config.json")  # PEFT writes sets in arbitrary order
             lists = {name: sorted(value) for name, value in config.items() if isinstance(value, list)}

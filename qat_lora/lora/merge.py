@@ -9,6 +9,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from qat_lora.backend import TorchBackend
+from qat_lora.backend.sharding import whole_values, writes
 from qat_lora.errors import UserError
 from qat_lora.kernels.tiles import tiles
 from qat_lora.lora.adapter import load_adapter
@@ -23,16 +24,18 @@ LOGIT_GAP = 1e-4  # largest accepted logit difference between adapter and merged
 @torch.no_grad()
 def merged(
     model: nn.Module, name: str, checkpoint: Path | None, adapter: Path | None, tokens: Tensor, backend: TorchBackend
-) -> tuple[nn.Module, float | None]:
+) -> tuple[nn.Module | None, float | None]:
     """The whole trained model on the CPU, with the adapter read back from its folder and merged into the weights; and
     the largest logit difference over `tokens` between adapter and merged model (None without an adapter).
 
     Both are computed in fp64, so that the difference shows the rounding of the merged weights to fp32 and not the order
     of sums. checkpoint: the file of a quantised base. Raises UserError if the adapter in the folder is not the trained
-    one.
+    one. If the model is shared out, every worker calls this, and the others than worker 0 get None.
     """
-    trained = backend.to_host({n: p for n, p in model.named_parameters() if p.requires_grad})
-    model.to("meta")
+    trained = whole_values(model, lambda _, p: p.requires_grad)
+    model.to("meta")  # frees its memory
+    if not writes(model):
+        return None, None
     whole = load_student(checkpoint, name)[0] if checkpoint else load_model(name)
     if adapter is None:
         for key, value in whole.named_parameters():

@@ -70,20 +70,21 @@ def hidden_states(model: nn.Module, tokens: Tensor, layout: Layout | None = None
     earlier tokens. May change the model's attention and expert implementations, and does not restore them.
     """
     stack = decoder(model)
+    run = getattr(unwrap(model), "_decode", stack)  # of a model that is shared out over workers
     if is_xla_device(tokens.device):
         from qat_lora.models.experts import STATIC
 
         stack.config._experts_implementation = STATIC
     if layout is None and is_xla_device(tokens.device):
         # Without a mask, transformers reads a tensor to look for packed sequences: one host sync per step.
-        return _run(stack, tokens, Layout.causal(tokens.shape[1], tokens.device), cache, positions=False)
+        return _run(run, stack, tokens, Layout.causal(tokens.shape[1], tokens.device), cache, positions=False)
     if layout is None:
         with whole_rows():
-            return stack(input_ids=tokens, use_cache=False).last_hidden_state
-    return _run(stack, tokens, layout, cache, positions=True)
+            return run(input_ids=tokens, use_cache=False).last_hidden_state
+    return _run(run, stack, tokens, layout, cache, positions=True)
 
 
-def _run(stack: nn.Module, tokens: Tensor, layout: Layout, cache, positions: bool) -> Tensor:
+def _run(run: Callable, stack: nn.Module, tokens: Tensor, layout: Layout, cache, positions: bool) -> Tensor:
     named, others = _accepts(type(stack))
     options = {"use_cache": False, "attention_mask": tokens.new_ones(tokens.shape)}  # 2-D: its values are ignored
     if positions:
@@ -96,7 +97,7 @@ def _run(stack: nn.Module, tokens: Tensor, layout: Layout, cache, positions: boo
         options["layout"] = layout
     known = {key: value for key, value in options.items() if others or key in named}
     with laid_out(layout):
-        return stack(input_ids=tokens, **known).last_hidden_state
+        return run(input_ids=tokens, **known).last_hidden_state
 
 
 def own_cache(model: nn.Module) -> DynamicCache:

@@ -7,7 +7,16 @@ import torch
 from torch import nn
 
 from qat_lora.backend import TorchBackend
-from qat_lora.models.architecture import decoder_layers
+from qat_lora.backend.sharding import place_shards
+from qat_lora.models.architecture import decoder, decoder_layers, unwrap
+
+
+def placed(model: nn.Module, backend: TorchBackend, shared: bool) -> nn.Module:
+    """Place a model, with its blocks shared out over the workers if it is `shared`."""
+    if not shared:
+        return backend.place(model)
+    place_shards(backend, unwrap(model), decoder(model), decoder_layers(model))
+    return model
 
 
 def set_up_blocks(model: nn.Module, backend: TorchBackend, recomputed: bool, compile: str) -> None:

@@ -7,8 +7,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from qat_lora.backend.sharding import each_whole, shards_of, writes
 from qat_lora.errors import UserError, first_line
 from qat_lora.kernels.codes import pack_codes, pack_ternary, unpack_codes, unpack_ternary
 from qat_lora.kernels.head import Head
@@ -186,8 +187,12 @@ def _quantised_bits(layers: dict) -> tuple[int, int]:
 
 def save_student(path: str | Path, model: nn.Module, model_name: str, spec: StudentSpec, info: dict) -> None:
     """Write the frozen student to one file, atomically. The model itself may be in training and is not changed. `info`
-    holds plain values about how it was made."""
-    write_student(path, student_content(model, model_name, spec, info))
+    holds plain values about how it was made. If the model is shared out, every worker calls this and worker 0 writes.
+    """
+    if writes(model):
+        write_student(path, student_content(model, model_name, spec, info))
+    else:
+        list(each_whole(model))
 
 
 def write_student(path: str | Path, content: dict) -> None:
@@ -198,20 +203,21 @@ def write_student(path: str | Path, content: dict) -> None:
 def student_content(model: nn.Module, model_name: str, spec: StudentSpec, info: dict) -> dict:
     """The content of a student file: packed codes, scales in fp16, the rest in fp32, and the name and fingerprint of
     the base model, which `load_model` has loaded."""
-    tensors: dict[str, Tensor] = {}
-    layers = quantized_layers(model)
-    latent = {id(layer.weight) for layer in layers.values()}
-    scales = {id(p): value for layer in layers.values() for p, value in layer.quantizer.stored()}
-    for name, parameter in model.named_parameters():
-        if id(parameter) not in latent:
-            tensors[name] = scales.get(id(parameter), parameter.detach()).cpu()
-    for name, layer in layers.items():
-        codes = layer.quantizer.codes
-        codes = layer.quantizer.encode(rows_of(layer)) if codes is None else codes
-        kind = layer.quantizer.spec
-        tensors[f"{name}.codes"] = (
-            pack_ternary(codes.cpu()) if kind.codebook == "ternary" else pack_codes(codes.cpu(), kind.bits)
-        )
+    tensors, shared = {}, bool(shards_of(model))  # shards: what is gathered is soon given back
+    for there in each_whole(model):
+        layers = {name: layer for name, layer in quantized_layers(model).items() if id(layer.weight) in there}
+        latent = {id(layer.weight) for layer in layers.values()}
+        scales = {id(p): value for layer in layers.values() for p, value in layer.quantizer.stored()}
+        for name, parameter in model.named_parameters():
+            if id(parameter) in there - latent:
+                tensors[name] = scales.get(id(parameter), parameter.detach()).to("cpu", copy=shared)
+        for name, layer in layers.items():
+            codes = layer.quantizer.codes
+            codes = layer.quantizer.encode(rows_of(layer)) if codes is None else codes
+            kind = layer.quantizer.spec
+            tensors[f"{name}.codes"] = (
+                pack_ternary(codes.cpu()) if kind.codebook == "ternary" else pack_codes(codes.cpu(), kind.bits)
+            )
     return {
         "format": FORMAT,
         "model": absolute_name(model_name),

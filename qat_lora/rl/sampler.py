@@ -8,6 +8,7 @@ from functools import cached_property
 from torch import nn
 
 from qat_lora.backend import TorchBackend
+from qat_lora.backend.sharding import whole
 from qat_lora.data.chat import after_thought, chat_ids, opens_thought, spoken
 from qat_lora.rl.policy import Prompts
 from qat_lora.rl.rollout import Sampling, rollout
@@ -58,22 +59,27 @@ class Sampler:
         mine = []
         last = len(every) + -len(every) % self.backend.world_size
         numbers = range(self.backend.rank, last, self.backend.world_size)
-        for number in watched(numbers, "generating answers", len(numbers), shown=self.backend.is_main):
-            asked, filled = every[number % len(every)]
-            prompts = Prompts(**self.backend.to_device(vars(self.encode(filled))))
-            done = rollout(model, prompts, width, self.length, sampling, self.ends, self.backend)
-            found = self.backend.to_host([done.tokens, done.mask.sum(2), done.ended])
-            said = [
-                (self.decode(ids[: count - end]), end)
-                for _, *group in zip(asked, *(t.tolist() for t in found))
-                for ids, count, end in zip(*group)
-            ]
-            mine.append(said)
+        with whole(model):  # workers generate answers of different lengths
+            for number in watched(numbers, "generating answers", len(numbers), shown=self.backend.is_main):
+                mine.append(self._answers(model, *every[number % len(every)], width, sampling))
         model.train(was_training)
         shares = self.backend.group.gather(mine)
         answers = [tuple(one) for turn in range(len(mine)) for share in shares for one in share[turn]]
         answers = answers[: len(talks) * turns * width]
         return [answer for at, answer in enumerate(answers) if at % (turns * width) < samples]
+
+    def _answers(
+        self, model: nn.Module, asked: list, filled: list, samples: int, sampling: Sampling
+    ) -> list[tuple[str, bool]]:
+        """Answers to the first conversations of `filled`, as many as `asked` has."""
+        prompts = Prompts(**self.backend.to_device(vars(self.encode(filled))))
+        done = rollout(model, prompts, samples, self.length, sampling, self.ends, self.backend)
+        found = self.backend.to_host([done.tokens, done.mask.sum(2), done.ended])
+        return [
+            (self.decode(ids[: count - end]), end)
+            for _, *group in zip(asked, *(t.tolist() for t in found))
+            for ids, count, end in zip(*group)
+        ]
 
     def turns(self, samples: int) -> tuple[int, int]:
         """How many answers per conversation to generate at a time, and how often, to get at least `samples`."""

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -16,22 +17,23 @@ from qat_lora.run.console import say
 from qat_lora.run.files import check_files, copy_file, read_json, sha256, write_atomically, writing
 from qat_lora.run.hosts import shared_file
 
-FILES = ("model.safetensors", "trainer.pt")
+MODEL, TRAINER = "model.safetensors", "trainer.pt"
+SHARDS = "shards"  # folder in place of MODEL if the model is shared out over workers, see backend/sharding.py
 KEEP = 2  # the newest, and one to fall back to if it is damaged
 COPIES = "files"  # folder in checkpoints/ with one copy of each file, named by its sha256
 
 
 def save_checkpoint(
-    run_path: Path, step: int, tensors: dict[str, Tensor], trainer: dict, meta: dict, keep: int = KEEP,
+    run_path: Path, step: int, tensors: dict[str, Tensor] | Path, trainer: dict, meta: dict, keep: int = KEEP,
     files: Sequence[str] = (),
 ) -> Path:  # fmt: skip
     """Write checkpoints/step_N and name it in LATEST (for people: a run resumes from its newest intact checkpoint).
 
-    tensors: the model's, on the CPU, each tied tensor once. trainer: optimiser, RNG and counters, as plain values and
-    tensors. meta: plain values. files: files and folders of the run directory that a resumed run relies on, e.g.
-    best.pt; meta.json stores their checksums and checkpoints/files a copy of each, from which `restore_files` restores
-    them. Then all but the newest `keep` checkpoints are removed. A failure (a full disk) removes the half-written
-    directory and leaves the others.
+    tensors: the model's, on the CPU, each tied tensor once, or a folder of shards, which is moved. trainer: optimiser,
+    RNG and counters, as plain values and tensors. meta: plain values. files: files and folders of the run directory
+    that a resumed run relies on, e.g. best.pt; meta.json stores their checksums and checkpoints/files a copy of each,
+    from which `restore_files` restores them. Then all but the newest `keep` checkpoints are removed. A failure (a full
+    disk) removes the half-written directory and leaves the others.
     """
     folder = run_path / "checkpoints"
     target, part = folder / f"step_{step}", folder / f".part_{step}"
@@ -39,14 +41,17 @@ def save_checkpoint(
         with writing(target):
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
-            save_file({name: t.contiguous() for name, t in tensors.items()}, part / FILES[0])
+            if isinstance(tensors, Path):
+                tensors.rename(part / SHARDS)
+            else:
+                save_file({name: t.contiguous() for name, t in tensors.items()}, part / MODEL)
             copies = {name: _copy(run_path / name, folder / COPIES) for name in _existing(run_path, files)}
             meta = {"step": step, **meta, "files": copies}
-            with open(part / FILES[1], "wb") as file:
+            with open(part / TRAINER, "wb") as file:
                 torch.save({"meta": meta, "state": trainer}, file)
-            sums = {name: sha256(part / name) for name in FILES}
+            sums = {name: sha256(part / name) for name in _existing(part, [MODEL, SHARDS, TRAINER])}
             (part / "meta.json").write_text(json.dumps({**meta, "sha256": sums}, indent=2), encoding="utf-8")
-            for path in part.iterdir():
+            for path in part.rglob("*"):
                 _sync(path)
             shutil.rmtree(target, ignore_errors=True)
             part.rename(target)
@@ -141,22 +146,27 @@ def _newest_first(folder: Path) -> list[Path]:
     return sorted(numbered, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
 
 
-def load_checkpoint(run_path: Path, group: Group = ALONE) -> tuple[dict[str, Tensor], dict, dict] | None:
-    """(tensors, trainer, meta) of a run's newest intact checkpoint; None if it has no checkpoint at all.
+def load_checkpoint(run_path: Path, group: Group = ALONE) -> tuple[dict[str, Tensor] | Path, dict, dict] | None:
+    """(tensors or the folder of shards, trainer, meta) of a run's newest intact checkpoint; None if it has no
+    checkpoint at all.
 
     Damaged checkpoints are reported and set aside; raises UserError if all are damaged. Worker 0 chooses the
-    checkpoint and sends its files to workers that do not have them.
+    checkpoint and sends its files to workers that do not have them, except shards, which all hosts have to share.
     """
     path = group.on_main(lambda: _newest_whole(run_path))
     if path is None:
         return None
-    with shared_file(path / FILES[0], group) as model, shared_file(path / FILES[1], group) as trainer:
+    whole = group.on_main((path / MODEL).exists)
+    if not whole and not (path / SHARDS).is_dir():
+        raise UserError(f"{path / SHARDS} is not on this host; put --output-dir where all hosts read and write")
+    model_file = shared_file(path / MODEL, group) if whole else nullcontext()
+    with model_file as model, shared_file(path / TRAINER, group) as trainer:
         try:
             state = torch.load(trainer, weights_only=True, map_location="cpu")
-            return load_file(model), state["state"], state["meta"]
+            return load_file(model) if whole else path / SHARDS, state["state"], state["meta"]
         except Exception as error:  # right checksums, wrong content; weights_only never runs code from a pickle
             raise UserError(
-                f"checkpoint {path}: {FILES[1]} is not a trainer state ({first_line(error)}), "
+                f"checkpoint {path}: {TRAINER} is not a trainer state ({first_line(error)}), "
                 "so it was not saved by this program; start again with another --output-dir"
             ) from error
 
@@ -183,10 +193,12 @@ def _newest_whole(run_path: Path) -> Path | None:
 def _check(path: Path) -> None:
     sums = read_json(path / "meta.json").get("sha256")
     copies_of(path)
-    for name in FILES:
+    if not isinstance(sums, dict) or TRAINER not in sums:
+        raise UserError(f"checkpoint {path}: meta.json is damaged (sha256)")
+    for name, total in sums.items():
         if not (path / name).is_file():
             raise UserError(f"checkpoint {path}: {name} is missing")
-        if not isinstance(sums, dict) or sha256(path / name) != sums.get(name):
+        if sha256(path / name) != total:
             raise UserError(f"checkpoint {path}: {name} is damaged (checksum)")
 
 

@@ -1,6 +1,7 @@
 """What happens between the steps of a training loop: record, evaluate, save, stop."""
 
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,10 +11,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from qat_lora.backend import TorchBackend
+from qat_lora.backend.devices import local
+from qat_lora.backend.sharding import save_shards
 from qat_lora.errors import STOPS, UserError, first_line
 from qat_lora.hosts.group import SIGTERM, notice_sigterm
 from qat_lora.run.checkpoint import KEEP, load_checkpoint, restore_files, save_checkpoint
 from qat_lora.run.console import PAUSE, say, time_left
+from qat_lora.run.files import writing
 from qat_lora.run.metrics import Metric, Ratio, Value, line_of, parts_of
 from qat_lora.run.rundir import Run
 
@@ -194,6 +198,7 @@ class Session:
     def _evaluate(self, step: int, evaluate) -> None:
         self.backend.tidy()
         figures = evaluate(step)
+        self.backend.tidy()
         if not all(map(math.isfinite, figures.values())):
             self._refuse(self.offset + step, figures)
         self.run.log(self.offset + step, {"stage": self.stage, **figures})
@@ -235,10 +240,32 @@ class Session:
 
     def _save(self, step: int) -> None:
         rng = self.backend.group.gather(self.backend.to_host(self.backend.rng_state()))
-        state = self.state()
-        self.backend.group.on_main(lambda: self._write(step, rng, *state))
+        tensors, stage_state = self.state()
+        if isinstance(tensors.get("model"), dict):
+            tensors = self._save_shards(step, tensors)
+        self.backend.group.on_main(lambda: self._write(step, rng, tensors, stage_state))
 
-    def _write(self, step: int, rng: list[dict], tensors: dict[str, Tensor], stage_state: dict) -> None:
+    def _save_shards(self, step: int, state: dict) -> Path:
+        """Write every worker's shards to a folder, which `_write` makes part of the checkpoint."""
+        group, folder = self.backend.group, self.run.path / "checkpoints" / f".part_shards_{step}"
+        bad = next((name for name, shard in state["model"].items() if not local(shard).isfinite().all()), None)
+        if found := [name for name in group.gather(bad) if name]:
+            group.on_main(lambda: self._refuse(step, {found[0]: "the updated parameter"}))
+        group.on_main(lambda: shutil.rmtree(folder, ignore_errors=True))
+        with writing(folder):
+            save_shards(state, folder)
+        group.on_main(lambda: self._check_shards(folder))
+        return folder
+
+    def _check_shards(self, folder: Path) -> None:
+        for rank in range(self.backend.world_size):
+            if not any(folder.glob(f"__{rank}_*")):
+                raise UserError(
+                    f"{folder} lacks the shards of {self.backend.group.name(rank)}; with --shard on, all hosts have to "
+                    "read and write one --output-dir"
+                )
+
+    def _write(self, step: int, rng: list[dict], tensors: dict[str, Tensor] | Path, stage_state: dict) -> None:
         trainer = {
             "stage": stage_state,
             "rng": rng,
@@ -246,10 +273,11 @@ class Session:
             "seconds": self.seconds,
             "logged_seconds": self.logged_seconds,
         }
-        tensors = self.backend.to_host(tensors)
-        bad = next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None)
-        if bad:  # the loss of this step was finite, its update was not
-            self._refuse(step, {bad: "the updated parameter"})
+        if isinstance(tensors, dict):
+            tensors = self.backend.to_host(tensors)
+            bad = next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None)
+            if bad:  # the loss of this step was finite, its update was not
+                self._refuse(step, {bad: "the updated parameter"})
         trainer, meta = self.backend.to_host(trainer), {"stage": self.stage, "done": step - self.offset}
         written = save_checkpoint(self.run.path, step, tensors, trainer, meta, self.keep, self.files)
         if self.saved:

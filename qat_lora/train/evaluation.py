@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from qat_lora.backend import TorchBackend, compute_dtype
+from qat_lora.backend.sharding import as_shards
 from qat_lora.data.packing import window_starts, windowed
 from qat_lora.errors import UserError
 from qat_lora.kernels.tiles import tiles
@@ -70,6 +71,7 @@ def batch_sums(figures, model: nn.Module, dataset: Dataset, backend: TorchBacken
             mine.append(figures(batch))
         backend.step_boundary()
     model.train(was_training)
+    as_shards(model)
     width = len(mine[0])
     values = backend.fetch(*[value for row in mine for value in row])
     shares = backend.group.gather([values[at : at + width] for at in range(0, len(values), width)])

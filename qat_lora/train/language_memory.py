@@ -6,6 +6,7 @@ import math
 from torch import nn
 
 from qat_lora.backend.machine import PIECES
+from qat_lora.backend.sharding import SPARE
 from qat_lora.kernels.tiles import HEAD_BYTES, STRIP_BYTES
 from qat_lora.models.architecture import Matrix, decoder_layers, matrices, text_config, unwrap
 from qat_lora.train.memory import ADAM, FREED, PROGRAM, Parts, xla_room
@@ -81,13 +82,14 @@ def reading_memory(model: nn.Module) -> Parts:
 
 def training_memory(
     model: nn.Module, batch_size: int, length: int, bf16: bool, checkpointing: bool, beside: Parts | None = None,
-    compiled: bool = False,
+    compiled: bool = False, workers: int = 1,
 ) -> Parts:  # fmt: skip
     """Memory while a model is trained on micro-batches [batch_size, length]: 16 bytes per trained parameter for weight,
     gradient and two moments. With checkpointing, every block keeps its input, and only one block at a time keeps all
     its activations; on the CPU, the process does not return all the memory that the other blocks have freed.
 
     beside: other memory in use; compiled: on a device that compiles whole graphs (XLA), which holds more logits.
+    workers: how many share the model out; the embedding and the head are then whole in every step, beside a block.
     """
     positions, layers = batch_size * length, decoder_layers(model)
     kept = [block_memory(model, block, positions, bf16) for block in layers]
@@ -96,15 +98,24 @@ def training_memory(
     pieces = {}
     if checkpointing:
         whole, kept, copies = sum(kept), [len(layers) * positions * hidden * 4, max(kept)], [max(copies)]
-        pieces = {FREED: min(PIECES, max(0, whole - sum(kept)))}
+        pieces = {FREED: min(PIECES if workers == 1 else SPARE, max(0, whole - sum(kept)))}
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return program_memory(model) | {
-        "weights": weight_memory(model),
-        "gradients and moments": (ADAM - 4) * trained,
+        "weights": weight_memory(model) // workers,
+        "gradients and moments": (ADAM - 4) * trained // workers,
+        **({} if workers == 1 else {"gathered weights": gathered_memory(model)}),
         "activations": sum(kept),
         "bf16 copies of weights": sum(copies),
         "LM head": head_memory(model, positions, bf16, xla_room(bf16) if compiled else STRIP_BYTES),
     } | pieces | (beside or {})  # fmt: skip
+
+
+def gathered_memory(model: nn.Module) -> int:
+    """Bytes of the parts that are whole at a time in a model that is shared out: all outside the blocks, and twice what
+    is largest, which is copied while it is gathered: that, or a block with its gradient."""
+    block = max(weight_memory(block) for block in decoder_layers(model))
+    outside = weight_memory(model) - sum(map(weight_memory, decoder_layers(model)))
+    return outside + max(outside, 4 * block)
 
 
 def evaluation_memory(
@@ -165,15 +176,16 @@ def sizes_of(model: nn.Module) -> str:
 
 
 # -- lower bounds: what must be in memory at the same time ------------------------------------------------------------
-def least_training_memory(model: nn.Module, batch_size: int, length: int, bf16: bool) -> int:
+def least_training_memory(model: nn.Module, batch_size: int, length: int, bf16: bool, workers: int = 1) -> int:
     """Lower bound in bytes for training a loaded model in one worker on micro-batches [batch_size, length]: all weights
     in their types, gradients and two Adam moments of the trained ones, and one hidden state per position and trained
-    block. Valid with and without gradient checkpointing."""
+    block. Valid with and without gradient checkpointing. workers: how many the weights, gradients and moments are
+    shared out over."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     blocks = sum(any(p.requires_grad for p in block.parameters()) for block in decoder_layers(model))
     hidden = unwrap(model).get_output_embeddings().weight.shape[1]
-    return weights + (ADAM - 4) * trained + blocks * batch_size * length * hidden * (2 if bf16 else 4)
+    return (weights + (ADAM - 4) * trained) // workers + blocks * batch_size * length * hidden * (2 if bf16 else 4)
 
 
 def least_rollout_memory(model: nn.Module, prompts: int, group: int, length: int) -> int:

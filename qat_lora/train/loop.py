@@ -15,12 +15,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from qat_lora.backend import TorchBackend
+from qat_lora.backend.sharding import as_shards, load_shards, shards_of
 from qat_lora.data.batches import batches
 from qat_lora.errors import UserError
 from qat_lora.kernels.optimizer import new_optimizer
@@ -153,12 +155,35 @@ class StageState:
 
     def state(self) -> tuple[dict, dict]:
         """(trained parameters, the rest) for Session.steps."""
-        return trained_parameters(self.model), {"optimizer": self.optimizer.state_dict(), "best": self.best}
+        return trained_state(self.model, self.optimizer, {"best": self.best})
 
-    def load(self, tensors: dict, trainer: dict) -> None:
-        restore(self.model, tensors)
-        self.optimizer.load_state_dict(trainer["optimizer"])
-        self.best.update(trainer.get("best", {}))
+    def load(self, tensors: dict | Path, trainer: dict) -> None:
+        load_trained(self.model, self.optimizer, tensors, trainer)
+        self.best.update(trainer["best"])
+
+
+def trained_state(model: nn.Module, optimizer: torch.optim.Optimizer, rest: dict) -> tuple[dict, dict]:
+    """(trained parameters, the optimiser's state and the rest) of a placed model; if it is shared out, the optimiser's
+    tensors are beside the parameters, see `save_shards`."""
+    as_shards(model)
+    tensors, state = trained_parameters(model), optimizer.state_dict()
+    if shards_of(model):
+        tensors = {"model": tensors, "state": state.pop("state")}
+    return tensors, {"optimizer": state} | rest
+
+
+def load_trained(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict | Path, rest: dict) -> None:
+    """Restore what `trained_state` gave: its tensors, or the folder of shards with them."""
+    state, shared = rest["optimizer"], bool(shards_of(model))
+    if shared != isinstance(tensors, Path):
+        raise UserError(f"the checkpoint was saved with --shard {'off' if shared else 'on'}; resume with that")
+    if shared:
+        there, _ = trained_state(model, optimizer, {})
+        load_shards(there, tensors)
+        state = state | {"state": there["state"]}
+    else:
+        restore(model, tensors)
+    optimizer.load_state_dict(state)
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -51,9 +51,19 @@ def check_fits(backend: TorchBackend, parts: dict[str, float], what: str, worker
     parts: {the options to lower: lower bound in bytes per worker}. what: the subject of the message. workers: how many
     share this machine, if LOCAL_WORLD_SIZE is not set.
     """
-    if (available := backend.memory()) is None:
-        return
-    here, place = 1, read_place()
-    if backend.shares_host_memory:  # with all workers on this host
-        here = place.local_world_size if place else workers
-    check_memory(here * sum(parts.values()), what, max(parts, key=parts.__getitem__), available)
+    if (available := backend.memory()) is not None:
+        together = _workers_in_one_memory(backend, workers) * sum(parts.values())
+        check_memory(together, what, max(parts, key=parts.__getitem__), available)
+
+
+def fits(backend: TorchBackend, need: int, workers: int) -> bool:
+    """Whether `need` bytes per worker fit a device, see `check_fits`."""
+    available = backend.memory()
+    return available is None or _workers_in_one_memory(backend, workers) * need <= available
+
+
+def _workers_in_one_memory(backend: TorchBackend, workers: int) -> int:
+    place = read_place()
+    if not backend.shares_host_memory:
+        return 1
+    return place.local_world_size if place else workers

@@ -6,6 +6,7 @@ Methods import what they need, so that --help does not wait for torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from qat_lora.errors import UserError
@@ -60,6 +61,11 @@ class BatchOptions(LoopOptions):
     gradient_checkpointing: bool = opt.training(
         False, "recompute each block in the backward pass: less memory, more time", identity=False
     )
+    shard: Literal["auto", "on", "off"] = opt.device(
+        "auto",
+        "each worker holds a part of every weight, gradient and moment; auto: if a whole model does not fit",
+        identity=False,
+    )
     compile: Literal["auto", "on", "off"] = opt.device(
         "auto", "run the decoder blocks through torch.compile, which takes time at the start; auto does so on CUDA only"
     )
@@ -68,6 +74,21 @@ class BatchOptions(LoopOptions):
         """For the manifest: a run may be resumed with another number of workers or another split if this stays the
         same."""
         return {"rows_per_update": self.batch_size * self.accumulation_steps * workers}
+
+    def shares(self, model: nn.Module, length: int, backend: TorchBackend, workers: int) -> tuple[bool, int]:
+        """Whether the workers share the model out, and the least memory in bytes that each then needs with rows of
+        `length` tokens. Raises UserError where that is impossible."""
+        from qat_lora.train.language_memory import least_training_memory
+        from qat_lora.train.memory import fits
+
+        if self.shard == "on" and not backend.can_share:
+            raise UserError("--shard on works on CPUs and GPUs only; leave it out, and take --gradient-checkpointing")
+        if self.shard == "on" and workers == 1:
+            raise UserError("--shard on needs several workers; give --num-chips, or leave it out")
+        need = partial(least_training_memory, model, self.batch_size, length, backend.bf16)
+        may = self.shard == "auto" and workers > 1 and backend.can_share
+        shared = self.shard == "on" or (may and not fits(backend, need(), workers))
+        return shared, need(workers if shared else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,28 +123,31 @@ class TrainOptions(BatchOptions):
             )
 
     def memory(
-        self, model: nn.Module, length: int, backend: TorchBackend, more: dict[str, Parts] | None = None
-    ) -> dict[str, Parts]:
-        """A worker's estimated memory in each phase, with rows of `length` tokens. more: other phases."""
+        self, model: nn.Module, length: int, backend: TorchBackend, more: dict[str, Parts] | None = None,
+        workers: int = 1,
+    ) -> dict[str, Parts]:  # fmt: skip
+        """A worker's estimated memory in each phase, with rows of `length` tokens. more: other phases; workers: how
+        many share the model out."""
         from qat_lora.train.language_memory import loading_memory, training_memory
 
         sizes = self.batch_size, length, backend.bf16, self.gradient_checkpointing
-        training = training_memory(model, *sizes, compiled=backend.static_shapes)
+        training = training_memory(model, *sizes, compiled=backend.static_shapes, workers=workers)
         return {"loading": loading_memory(model), "training": training} | (more or {})
 
     def describe(
         self, model: nn.Module, train: Dataset, backend: TorchBackend, workers: int,
         more: dict[str, Parts] | None = None,
-    ) -> None:  # fmt: skip
-        """Print the effective batch, the epoch and a worker's estimated memory, see `memory`. Raises UserError if
-        training cannot fit on this machine, except in a dry run, which may plan for another machine."""
+    ) -> bool:  # fmt: skip
+        """Print the effective batch, the epoch and a worker's estimated memory, see `memory`. Returns whether the model
+        is shared out over the workers, see `shares`. Raises UserError if training cannot fit on this machine, except in
+        a dry run, which may plan for another machine."""
         from qat_lora.run.console import say
-        from qat_lora.train.language_memory import least_training_memory, sizes_of
+        from qat_lora.train.language_memory import sizes_of
         from qat_lora.train.memory import check_fits, memory_line
 
         rows, length = self.update_facts(workers)["rows_per_update"], len(train[0]["tokens"])
+        shared, need = self.shares(model, length, backend, workers)
         if not self.dry_run:
-            need = least_training_memory(model, self.batch_size, length, backend.bf16)
             what = f"training {sizes_of(model)} on --batch-size {self.batch_size} rows of {length} tokens"
             what += f" with {workers} workers" if workers > 1 else ""
             check_fits(backend, {"--batch-size, or take shorter rows or a smaller model": need}, what, workers)
@@ -132,4 +156,9 @@ class TrainOptions(BatchOptions):
             f"{workers} = {rows} rows or {rows * length} tokens"
         )
         say(f"an epoch: {len(train)} rows in {len(train) / rows:.1f} updates, {len(train) // workers} for each worker")
-        say(memory_line(self.memory(model, length, backend, more), backend))
+        say(memory_line(self.memory(model, length, backend, more, workers if shared else 1), backend))
+        if shared:
+            say(f"the {workers} workers share the model out: each holds a part of every weight, gradient and moment")
+        elif self.shard == "auto" and workers > 1 and backend.can_share and backend.memory() is None:
+            say("with --shard on: " + memory_line(self.memory(model, length, backend, more, workers), backend))
+        return shared

@@ -77,13 +77,16 @@ class Forks:
     def pair(self, script: str, *flags, expect: tuple = (0, 0), second: tuple = (), death: tuple | None = None) -> list:
         """The outputs of two workers, which the variables that torchrun sets bring together. expect: their exit codes;
         second: more flags for worker 1; death: of worker 1, as in `execute`."""
+        return self.several(script, *flags, expect=expect, last=second, death=death)
+
+    def several(self, script: str, *flags, expect: tuple, last: tuple = (), death: tuple | None = None) -> list:
+        """Like `pair`, for as many workers as there are exit codes in `expect`; last, death: of the last one."""
+        count = str(len(expect))
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        place |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        ranks = [{"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
-        started = [
-            self._start(script, flags, None, place | ranks[0]),
-            self._start(script, (*flags, *second), death, place | ranks[1]),
-        ]
+        place |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+        *first, end = [place | {"RANK": rank, "LOCAL_RANK": rank} for rank in map(str, range(len(expect)))]
+        started = [self._start(script, flags, None, rank) for rank in first]
+        started.append(self._start(script, (*flags, *last), death, end))
         return [self._end(*process, code) for process, code in zip(started, expect)]
 
     def _start(self, script: str, flags: tuple, death: tuple | None, env: dict[str, str]) -> tuple:

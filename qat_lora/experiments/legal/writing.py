@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from qat_lora.backend import TorchBackend
+from qat_lora.backend.sharding import writes
 from qat_lora.lora.adapter import adapter_values, save_adapter
 from qat_lora.lora.merge import merged
 from qat_lora.models.writing import write_model
@@ -37,7 +38,7 @@ def write_trained(
     largest difference between the logits of adapter and model on `tokens`, see `lora.merge.merged`.
 
     name: the model before training. spec: its quantisers. folder: the run directory; its base.pt is the quantised base
-    of an adapter.
+    of an adapter. If the model is shared out, every worker calls this and worker 0 writes.
     """
     adapter, student, gap = None, None, None
     whole = folder / "model"
@@ -45,13 +46,16 @@ def write_trained(
         student = folder / "student.pt"
         save_student(student, model, name, spec, {"trained": True})
         model.to("meta")  # frees its memory
-        trained = plain_model(load_student(student, name)[0])
+        trained = plain_model(load_student(student, name)[0]) if writes(model) else None
     else:
         checkpoint = folder / "base.pt" if spec else None
         adapter = folder / "adapter" if adapter_values(model) else None
         if adapter:
             save_adapter(model, adapter, sha256(checkpoint) if checkpoint else None)
         trained, gap = merged(model, name, checkpoint, adapter, tokens, backend)
+    made = {"adapter": adapter, "student": student, "model": whole}
+    if trained is None:
+        return made, None
     if whole.is_file():
         whole.unlink()
     shutil.rmtree(whole, ignore_errors=True)
@@ -59,4 +63,4 @@ def write_trained(
         write_model(trained, tokenizer, part, whole)
     if gap is not None:
         say(f"adapter and merged model differ by {gap:.1e} in a logit")
-    return {"adapter": adapter, "student": student, "model": whole}, gap
+    return made, gap
