@@ -148,6 +148,8 @@ def count_workers(kind: str, num_chips: int | None) -> int:
         limit = whole_number("TPU_NUM_DEVICES", 0) if chips else None
         num_chips = limit or (1 if kind == "cpu" else there)
         flag = f"TPU_NUM_DEVICES={limit}" if limit else flag
+    if not there:  # a dry run plans for GPUs that this machine lacks
+        raise UserError(f"{flag}: this machine has no {what}; give the number to plan for")
     if not 1 <= num_chips <= there:
         raise UserError(f"{flag}: this machine has {there} {what}; use 1 to {there}")
     if num_chips > 1 and kind != "cuda" and not chips and xla_cpu_devices() > 1:

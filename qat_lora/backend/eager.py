@@ -29,6 +29,7 @@ from qat_lora.errors import UserError, to_stderr
 from qat_lora.hosts.group import ALONE, Group
 
 # Gradients of at least this many bytes are reduced in place; smaller ones are copied together and reduced at once.
+# docs/benchmarks.md has the cost of the reduction.
 SMALL_BYTES = 256 * 2**10
 
 

@@ -69,7 +69,7 @@ def shards_step(trained: list[tuple[Tensor, ...]], numbers: tuple[float, ...], b
         grad.copy_(-move * agree)
     shares = torch.stack(agreeing)
     dist.all_reduce(shares)
-    shares /= shares.new_tensor([whole.numel() for whole, *_ in trained])
+    shares /= numbers_on(shares, *(p.numel() for p, *_ in trained))
     for (p, moves, *_), rate in zip(parts, lr / shares.clamp(min=LEAST)):
         p.mul_(keep).add_(moves.mul_(rate))
 
