@@ -8,7 +8,8 @@
 Low-bit students are trained from this cache (train_qat.py, train_recovery_lora.py) instead of the full-precision
 teacher. Each position holds the exact probabilities of the --top-k most likely tokens and --draws tokens sampled from
 the rest, which together give an unbiased target: 60 bytes per position at the defaults if token ids fit in 16 bits,
-else 102. You can interrupt it at any moment: the same command resumes and writes exactly the same bytes.
+else 102. You can interrupt it at any moment: the same command resumes and writes exactly the same bytes. With
+--num-chips, or on several hosts that share the folder, each worker writes every N-th file.
 It shows a progress bar in rows, then prints the size of the cache and the speed in tokens/s.
 caches/README.md lists the files of a cache, docs/qat-recovery.md is the runbook.
 """
@@ -21,11 +22,11 @@ from qat_lora.kd import DRAWS
 from qat_lora.models.packaged import CHOICES, EMBEDDED
 from qat_lora.run import options as opt
 from qat_lora.run.command_line import check_command_line, run_script
-from qat_lora.run.options import ScriptConfig
+from qat_lora.run.options import WorkerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TextOptions, ScriptConfig):
+class Config(TextOptions, WorkerConfig):
     model: str = opt.model(EMBEDDED, f"the teacher: {CHOICES}")
     cache_dir: str | None = opt.data(
         None, "folder to write the cache to, e.g. caches/wikitext_L256", "--kd-cache-dir", identity=False
@@ -37,6 +38,9 @@ class Config(TextOptions, ScriptConfig):
     )
     rows_per_shard: int = opt.data(128, "rows per shard file", at_least=1)
     batch_size: int = opt.run(4, "rows per forward pass of the teacher", at_least=1)
+    shard: Literal["auto", "on", "off"] = opt.device(
+        "auto", "each worker holds a part of the teacher's weights; auto: if the whole teacher does not fit"
+    )
     resume: Literal["auto", "off"] = opt.run("auto", "auto resumes an unfinished cache; off refuses to touch one")
 
 
@@ -44,32 +48,73 @@ if __name__ == "__main__":
     check_command_line(Config, "build_kd_cache", __doc__)  # before the imports that take seconds
 
 import time
+from contextlib import nullcontext
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from qat_lora.backend import TorchBackend, open_backend, open_planned
-from qat_lora.data.packing import fingerprint, split_heldout, tokenizer_fingerprint
+from qat_lora.backend import TorchBackend, open_planned, planned_workers
+from qat_lora.backend.opening import launch
+from qat_lora.data.packing import Rows, fingerprint, split_heldout, tokenizer_fingerprint
 from qat_lora.data.templates import template_facts
 from qat_lora.errors import UserError
 from qat_lora.kd.cache import CacheSpec, cache_date, edges, open_cache, teacher_pass, write_cache
+from qat_lora.models.compiling import placed
 from qat_lora.models.loading import check_headers, check_length, empty_model, load_config, load_model, model_fingerprint
 from qat_lora.models.packaged import notes
 from qat_lora.models.source import is_hub, planned_name
 from qat_lora.run.console import command, say, summarise, watched
 from qat_lora.run.files import lock, read_json, write_json
+from qat_lora.run.hosts import agree_on_facts, agree_on_options
 from qat_lora.train.language_memory import evaluation_memory, least_teacher_memory, loading_memory, sizes_of
-from qat_lora.train.memory import Parts, check_fits, logits_memory, memory_line
+from qat_lora.train.memory import Parts, check_fits, logits_memory, memory_line, shares_out
 
 
+# -- the experiment --------------------------------------------------------------------------------------------------
 def main(cfg: Config) -> None:
     if not cfg.cache_dir:
         raise UserError("--cache-dir is missing; give the folder to write, e.g. --cache-dir caches/wikitext_L256")
-    backend = (open_planned if cfg.dry_run else open_backend)(cfg.device, cfg.precision)
+    if not cfg.dry_run:
+        return launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
+    backend = open_planned(cfg.device, cfg.precision)
+    spec, *_ = read_text(cfg, backend, cache_date(Path(cfg.cache_dir)))
+    check_folder(cfg, spec, None if is_hub(cfg.model) else model_fingerprint(cfg.model))  # downloads no weights
+    shares_teacher(cfg, backend, planned_workers(backend.kind, cfg.num_chips))
+
+
+def work(backend: TorchBackend, cfg: Config) -> None:
+    """Build the cache, as each worker does."""
+    group, directory = backend.group, Path(cfg.cache_dir)
+    agree_on_options(cfg, group)
     backend.seed(cfg.seed)
-    directory = Path(cfg.cache_dir)
-    tokenizer = cfg.tokenizer(cfg.model, cache_date(directory))
+    date = group.on_main(lambda: cache_date(directory))
+    with group.main_first():
+        spec, rows, facts = read_text(cfg, backend, date)
+    agree_on_facts(cfg, {"text": spec.text, "tokenizer": spec.tokenizer, "precision": spec.precision}, group)
+    mark = group.on_main(lambda: model_fingerprint(cfg.model))
+    group.on_main(lambda: check_folder(cfg, spec, mark))
+    shared = shares_teacher(cfg, backend, backend.world_size)
+    # Loaded before the folder is made, so that an error leaves none. Frozen, because autocast caches bf16 copies of
+    # trainable weights.
+    teacher = (load_model if backend.is_main else empty_model)(cfg.model).requires_grad_(False)
+    with lock(directory) if backend.is_main else nullcontext():
+        before = group.on_main(lambda: open_cache(directory, spec, mark))
+        teacher, started = placed(teacher, backend, shared), time.monotonic()
+        counts = write_cache(directory, spec, rows, teacher, backend, cfg.batch_size, facts)
+        for _ in watched(counts, "rows of the cache", sum(map(len, rows.values())), int, backend.is_main):
+            pass
+        if backend.is_main:
+            report(cfg, spec, before, open_cache(directory, spec, mark), time.monotonic() - started)
+
+
+# -- the steps -------------------------------------------------------------------------------------------------------
+def read_text(cfg: Config, backend: TorchBackend, date: datetime) -> tuple[CacheSpec, dict[str, Rows], dict]:
+    """What the cache will hold, its rows by split, and facts for the manifest. date: for chat templates that print it.
+    Prints the plan. Raises UserError for options that do not suit the teacher."""
+    tokenizer = cfg.tokenizer(cfg.model, date)
     check_headers(cfg.model)
     check_length(cfg.model, cfg.length)
     rows, bos = cfg.rows(tokenizer), cfg.bos_token(tokenizer)
@@ -82,7 +127,7 @@ def main(cfg: Config) -> None:
     )  # fmt: skip
     if cfg.top_k >= spec.vocab:
         raise UserError(f"--top-k {cfg.top_k} must be below the vocabulary of {spec.vocab}")
-    say(f"{cfg.model} on {backend} → {directory}")
+    say(f"{cfg.model} on {backend} → {cfg.cache_dir}")
     say(
         f"{len(train)} training and {len(heldout)} held-out rows of {cfg.length} tokens"
         + (f", each beginning with {tokenizer.bos_token}" if bos is not None else "")
@@ -90,62 +135,60 @@ def main(cfg: Config) -> None:
     say(f"top {cfg.top_k} and {cfg.draws} draws: {spec.bytes_per_position} bytes per position")
     if note := notes(cfg.model):
         say(note)
-    mark = None if cfg.dry_run and is_hub(cfg.model) else model_fingerprint(cfg.model)  # a dry run downloads no weights
-    done = open_cache(directory, spec, mark, cfg.dataset)
+    return spec, {"train": train, "heldout": heldout}, template_facts(tokenizer, cfg.chat_template)
+
+
+def check_folder(cfg: Config, spec: CacheSpec, mark: str | None) -> None:
+    """Raise UserError if the folder holds another cache, or any that --resume off must not touch. mark: the teacher's
+    fingerprint, if it is known."""
+    done = open_cache(Path(cfg.cache_dir), spec, mark, cfg.dataset)
     if done and cfg.resume == "off":
         raise UserError(
-            f"{directory} already holds {len(done)} shards; resume with --resume auto, or give another folder"
+            f"{cfg.cache_dir} already holds {len(done)} shards; resume with --resume auto, or give another folder"
         )
-    check_memory(cfg, backend)
-    if cfg.dry_run:
-        return
-
-    # Loaded before the folder is made, so that an error leaves none. Frozen, because autocast caches bf16 copies of
-    # trainable weights.
-    teacher = load_model(cfg.model).requires_grad_(False)
-    with lock(directory):
-        done = dict(open_cache(directory, spec, mark))
-        backend.place(teacher)
-        started = time.monotonic()
-        split, facts = {"train": train, "heldout": heldout}, template_facts(tokenizer, cfg.chat_template)
-        counts = write_cache(directory, spec, split, teacher, backend, cfg.batch_size, facts)
-        for _ in watched(counts, "rows of the cache", len(rows), size=int):
-            pass
-        written = sum(len(numbers) for name, _, numbers in spec.shards() if name not in done)
-        if not written:
-            say(f"{directory} was complete already; its first figures were:")
-        report(cfg, directory, written * spec.length, time.monotonic() - started)
 
 
-def memory(cfg: Config, teacher: nn.Module, backend: TorchBackend) -> dict[str, Parts]:
-    """The memory that each phase takes."""
+def memory(cfg: Config, teacher: nn.Module, backend: TorchBackend, workers: int = 1) -> dict[str, Parts]:
+    """The memory that each phase takes. workers: how many share the teacher out."""
     positions = cfg.batch_size * cfg.length
     more = {"draws": 3 * 4 * cfg.draws * positions}
     if backend.static_shapes:  # the logits that are compared are in fp32, twice as large
         more["top K"] = logits_memory(positions, len(teacher.get_output_embeddings().weight), backend.bf16)
-    a_pass = evaluation_memory(teacher, cfg.batch_size, cfg.length, backend.bf16, compiled=backend.static_shapes)
+    sizes = cfg.batch_size, cfg.length, backend.bf16
+    a_pass = evaluation_memory(teacher, *sizes, compiled=backend.static_shapes, workers=workers)
     return {"loading": loading_memory(teacher), "a teacher pass": a_pass | more}
 
 
-def check_memory(cfg: Config, backend: TorchBackend) -> None:
-    """Print the memory that a teacher pass takes, computed from shapes. Raises UserError if this machine has less; a
-    dry run, which may plan for another machine, skips this check."""
+def shares_teacher(cfg: Config, backend: TorchBackend, workers: int) -> bool:
+    """Whether the workers share the teacher out. Prints a worker's memory in a teacher pass, computed from shapes.
+    Raises UserError if this machine has less; a dry run, which may plan for another machine, skips this check."""
     teacher = empty_model(cfg.model).requires_grad_(False)
-    say(memory_line(memory(cfg, teacher, backend), backend))
+    need = partial(least_teacher_memory, teacher, cfg.batch_size, cfg.length, cfg.draws, backend.bf16)
+    shared = shares_out(cfg.shard, backend, workers, need)
+    say(memory_line(memory(cfg, teacher, backend, workers if shared else 1), backend))
     if not cfg.dry_run:
-        need = least_teacher_memory(teacher, cfg.batch_size, cfg.length, cfg.draws, backend.bf16)
         what = f"a teacher pass of {sizes_of(teacher)} over --batch-size {cfg.batch_size} rows with --draws {cfg.draws}"
-        check_fits(backend, {"--batch-size or --draws, or take a smaller model": need}, what)
+        least = need(workers if shared else 1)
+        check_fits(backend, {"--batch-size or --draws, or take a smaller model": least}, what, workers)
+    if shared:
+        say(f"the {workers} workers share the teacher out: each holds a part of every weight")
+    return shared
 
 
-def report(cfg: Config, directory: Path, tokens: int, seconds: float) -> None:
-    """Add this process's tokens and seconds to summary.json, the only file of a cache that depends on time."""
-    path = directory / "summary.json"
-    before = read_json(path) if path.exists() else {}
-    tokens, seconds = before.get("tokens", 0) + tokens, before.get("seconds", 0.0) + (seconds if tokens else 0.0)
+def report(cfg: Config, spec: CacheSpec, before: dict, after: dict, seconds: float) -> None:
+    """Add this job's tokens and seconds to summary.json, the only file of a cache that depends on time. before, after:
+    the finished shards."""
+    directory = Path(cfg.cache_dir)
+    path, written = directory / "summary.json", sum(after[name]["rows"] for name in after.keys() - before.keys())
+    was = read_json(path) if path.exists() else {}
+    if not written:
+        say(f"{directory} was complete already; its first figures were:")
+    tokens, seconds = was.get("tokens", 0) + written * spec.length, was.get("seconds", 0.0) + seconds * bool(written)
     write_json(path, {"tokens": tokens, "seconds": round(seconds, 1)})
     size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     say(f"{size / 1e6:.1f} MB; {tokens} tokens in {seconds:.0f} s ({tokens / max(seconds, 1e-9):.0f} tokens/s)")
+    if missing := len([*spec.shards()]) - len(after):
+        return say(f"stopped: {missing} shards are missing; the same command continues")
     model = None if cfg.model == EMBEDDED else cfg.model
     summarise({"cache": directory}, [], command("train_qat", model=model, config="q2_g64", cache_dir=directory))
 

@@ -9,6 +9,7 @@ Training rows are in shard-NNNNN, held-out rows in heldout-NNNNN. The targets ar
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,10 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from qat_lora.backend import TorchBackend
+from qat_lora.backend.sharding import shards_of
 from qat_lora.data.packing import Rows
 from qat_lora.errors import UserError
+from qat_lora.hosts.group import SIGTERM, Group
 from qat_lora.kd.targets import teacher_targets
 from qat_lora.run.console import say
 from qat_lora.run.files import read_json, sha256, write_atomically, write_json
@@ -144,35 +147,56 @@ def write_cache(
     directory: Path, spec: CacheSpec, rows: dict[str, Rows], teacher: nn.Module, backend: TorchBackend,
     batch_size: int, facts: dict | None = None,
 ) -> Iterator[int]:  # fmt: skip
-    """Write the missing shards, one file at a time; yields the number of rows done after every batch.
+    """Write the missing shards, each worker one file at a time; yields the number of rows done by all after every
+    batch, and ends early if a worker is asked to stop.
 
-    rows: {"train": Rows, "heldout": Rows}. If the process is killed at any point, the next call writes the missing or
-    damaged shards, and the result is the same byte for byte. Only one process may write: hold
+    rows: {"train": Rows, "heldout": Rows}. If the processes are killed at any point, the next call writes the missing
+    or damaged shards. On any number of workers the result is the same byte for byte. Only one job may write: hold
     run.files.lock(directory). facts: stored in the manifest, e.g. the date that a chat template prints.
     """
-    mark = getattr(teacher, "fingerprint", None)
-    done = open_cache(directory, spec, mark)
-    for name, split, numbers in spec.shards():
-        if name in done and _is_whole(directory / name, done[name]["sha256"]):
-            yield len(numbers)
-            continue
-        parts = []
-        for start in range(numbers.start, numbers.stop, batch_size):
-            batch = rows[split].tokens[start : min(start + batch_size, numbers.stop)]
-            parts.append(_targets(teacher, backend, batch, start, split, spec, batch_size))
-            yield len(batch)
-        shard = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
-        write_atomically(directory / name, lambda file, shard=shard: file.write(save(shard)))
-        done[name] = {"rows": len(numbers), "sha256": sha256(directory / name)}
-        write_json(
-            directory / "manifest.json",
-            {"format": FORMAT, "spec": asdict(spec), "teacher_fingerprint": mark, **(facts or {}), "shards": done},
-        )
+    group, shards = backend.group, {name: (split, numbers) for name, split, numbers in spec.shards()}
+    mark = group.on_main(lambda: getattr(teacher, "fingerprint", None))
+    done = group.on_main(lambda: open_cache(directory, spec, mark))
+    missing = group.on_main(lambda: [n for n in shards if n not in done or not _is_whole(directory / n, done[n])])
+    manifest = {"format": FORMAT, "spec": asdict(spec), "teacher_fingerprint": mark, **(facts or {})}
+    yield from (len(numbers) for name, (_, numbers) in shards.items() if name not in missing)
+    for first in range(0, len(missing), group.world_size):
+        turn = missing[first : first + group.world_size]  # each worker writes one of them
+        name = turn[group.rank] if group.rank < len(turn) else None
+        split, numbers = shards[name] if name else ("train", range(0))
+        lengths, parts = [len(shards[each][1]) for each in turn], []
+        for at in range(0, max(lengths), batch_size):
+            if group.stop(SIGTERM.is_set()):
+                return
+            batch = numbers[at : at + batch_size]
+            if batch:
+                tokens = rows[split].tokens[batch.start : batch.stop]
+                parts.append(_targets(teacher, backend, tokens, batch.start, split, spec, batch_size))
+            elif shards_of(teacher):  # gathering its weights takes all workers
+                tokens = torch.zeros(batch_size, spec.length, dtype=torch.long)
+                teacher_pass(teacher, backend, tokens, spec.k, torch.zeros(*tokens.shape, spec.draws))
+            yield sum(len(range(length)[at : at + batch_size]) for length in lengths)
+        if name:
+            shard = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+            write_atomically(directory / name, lambda file, shard=shard: file.write(save(shard)))
+        sums = group.gather(sha256(directory / name) if name else None)
+        group.on_main(partial(_record, directory, manifest, done, dict(zip(turn, sums)), shards, group))
 
 
-def _is_whole(path: Path, total: str) -> bool:
+def _record(directory: Path, manifest: dict, done: dict, sums: dict[str, str], shards: dict, group: Group) -> None:
+    """Add the files of a turn, {name: checksum} in the order of the workers that wrote them, to the manifest."""
+    for rank, (name, total) in enumerate(sums.items()):
+        if not (directory / name).is_file():
+            raise UserError(
+                f"{directory / name} of {group.name(rank)} is not here; give a --cache-dir that all hosts share"
+            )
+        done[name] = {"rows": len(shards[name][1]), "sha256": total}
+    write_json(directory / "manifest.json", manifest | {"shards": {n: done[n] for n in shards if n in done}})
+
+
+def _is_whole(path: Path, entry: dict) -> bool:
     """Whether a shard has the checksum in the manifest; if not, logs that it is written again."""
-    if path.is_file() and sha256(path) == total:
+    if path.is_file() and sha256(path) == entry["sha256"]:
         return True
     say(f"{path} is {'damaged' if path.exists() else 'missing'}; writing it again")
     return False

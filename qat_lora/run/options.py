@@ -113,6 +113,29 @@ class ScriptConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorkerConfig(ScriptConfig):
+    """The additional options of every script that can run on several workers."""
+
+    num_chips: int | None = _device(
+        None, "TPU chips, GPUs or CPU processes on this host; 0 is every chip or GPU, and one if not given", at_least=0
+    )
+    host_timeout: float = _device(
+        60.0,
+        "seconds after which the other hosts stop when one no longer responds",
+        at_least=10,
+        at_most=LONGEST,
+        fix="a short network pause must not end the job: use e.g. 60 seconds",
+    )
+    join_timeout: float = _device(
+        60.0, "seconds to wait at the start until all hosts have joined", above=0, at_most=LONGEST
+    )
+
+    @property
+    def timeouts(self) -> Timeouts:
+        return Timeouts(self.host_timeout, self.join_timeout)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig(ScriptConfig):
     """The additional options of every training script."""
 
@@ -133,26 +156,8 @@ class RunConfig(ScriptConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobConfig(RunConfig):
+class JobConfig(RunConfig, WorkerConfig):
     """The additional options of every script that can train on several workers."""
-
-    num_chips: int | None = _device(
-        None, "TPU chips, GPUs or CPU processes on this host; 0 is every chip or GPU, and one if not given", at_least=0
-    )
-    host_timeout: float = _device(
-        60.0,
-        "seconds after which the other hosts stop when one no longer responds",
-        at_least=10,
-        at_most=LONGEST,
-        fix="a short network pause must not end the job: use e.g. 60 seconds",
-    )
-    join_timeout: float = _device(
-        60.0, "seconds to wait at the start until all hosts have joined", above=0, at_most=LONGEST
-    )
-
-    @property
-    def timeouts(self) -> Timeouts:
-        return Timeouts(self.host_timeout, self.join_timeout)
 
 
 # -- checks ----------------------------------------------------------------------------------------------------------

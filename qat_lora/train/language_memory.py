@@ -119,8 +119,9 @@ def gathered_memory(model: nn.Module) -> int:
 
 
 def evaluation_memory(
-    model: nn.Module, batch_size: int, length: int, bf16: bool, teacher: nn.Module | None = None, compiled: bool = False
-) -> Parts:
+    model: nn.Module, batch_size: int, length: int, bf16: bool, teacher: nn.Module | None = None,
+    compiled: bool = False, workers: int = 1,
+) -> Parts:  # fmt: skip
     """Memory while a model and, if given, a teacher process rows [batch_size, length] without gradients: only one
     block's activations exist at a time, and only one block's bf16 copies of weights; a device that compiles whole
     graphs (compiled) makes all copies at the start."""
@@ -128,7 +129,8 @@ def evaluation_memory(
     positions = batch_size * length
     copies = [[multiplied_memory(block, bf16) for block in decoder_layers(one)] for one in both]
     return program_memory(model) | {
-        "weights": weight_memory(model),
+        "weights": weight_memory(model) // workers,
+        **({} if workers == 1 else {"gathered weights": gathered_memory(model)}),
         **({} if teacher is None else {"teacher": weight_memory(teacher)}),
         "bf16 copies of weights": sum(map(sum, copies)) if compiled else max(map(max, copies)),
         "a block": max(block_memory(one, block, positions, bf16) for one in both for block in decoder_layers(one)),
@@ -195,9 +197,11 @@ def least_rollout_memory(model: nn.Module, prompts: int, group: int, length: int
     return rows * (16 * length + 2 * vocab)
 
 
-def least_teacher_memory(model: nn.Module, batch_size: int, length: int, draws: int, bf16: bool) -> int:
-    """Lower bound in bytes of a teacher pass over rows [batch_size, length]: weights, tokens, hidden states, and the
-    uniform numbers for the `draws` tail draws."""
+def least_teacher_memory(
+    model: nn.Module, batch_size: int, length: int, draws: int, bf16: bool, workers: int = 1
+) -> int:
+    """Lower bound in bytes of a teacher pass over rows [batch_size, length]: weights, which `workers` share, tokens,
+    hidden states, and the uniform numbers for the `draws` tail draws."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     hidden = unwrap(model).get_output_embeddings().weight.shape[1]
-    return weights + batch_size * length * (8 + hidden * (2 if bf16 else 4) + 4 * draws)
+    return weights // workers + batch_size * length * (8 + hidden * (2 if bf16 else 4) + 4 * draws)

@@ -2,8 +2,11 @@
 starts (`qat_lora.backend.machine.check_memory`). language_memory.py computes the parts for language models; this module
 imports no transformers."""
 
+from collections.abc import Callable
+
 from qat_lora.backend import TorchBackend
 from qat_lora.backend.machine import check_memory
+from qat_lora.errors import UserError
 from qat_lora.hosts.environment import read_place
 from qat_lora.kernels.tiles import XLA_HEAD_BYTES
 
@@ -56,10 +59,18 @@ def check_fits(backend: TorchBackend, parts: dict[str, float], what: str, worker
         check_memory(together, what, max(parts, key=parts.__getitem__), available)
 
 
-def fits(backend: TorchBackend, need: int, workers: int) -> bool:
-    """Whether `need` bytes per worker fit a device, see `check_fits`."""
+def shares_out(shard: str, backend: TorchBackend, workers: int, need: Callable[[int], int], instead: str = "") -> bool:
+    """Whether the workers share the model out, by `--shard` (auto, on, off): auto does if the whole model cannot fit.
+    need(n): least memory in bytes of a worker if n share it. Raises UserError where they cannot; instead: what else
+    to do there."""
+    if shard == "on" and not backend.can_share:
+        raise UserError(f"--shard on works on CPUs and GPUs only; leave it out{instead}")
+    if shard == "on" and workers == 1:
+        raise UserError("--shard on needs several workers; give --num-chips, or leave it out")
     available = backend.memory()
-    return available is None or _workers_in_one_memory(backend, workers) * need <= available
+    if shard == "on" or shard == "off" or workers == 1 or not backend.can_share or available is None:
+        return shard == "on"
+    return _workers_in_one_memory(backend, workers) * need(1) > available
 
 
 def _workers_in_one_memory(backend: TorchBackend, workers: int) -> int:

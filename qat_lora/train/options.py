@@ -79,15 +79,10 @@ class BatchOptions(LoopOptions):
         """Whether the workers share the model out, and the least memory in bytes that each then needs with rows of
         `length` tokens. Raises UserError where that is impossible."""
         from qat_lora.train.language_memory import least_training_memory
-        from qat_lora.train.memory import fits
+        from qat_lora.train.memory import shares_out
 
-        if self.shard == "on" and not backend.can_share:
-            raise UserError("--shard on works on CPUs and GPUs only; leave it out, and take --gradient-checkpointing")
-        if self.shard == "on" and workers == 1:
-            raise UserError("--shard on needs several workers; give --num-chips, or leave it out")
         need = partial(least_training_memory, model, self.batch_size, length, backend.bf16)
-        may = self.shard == "auto" and workers > 1 and backend.can_share
-        shared = self.shard == "on" or (may and not fits(backend, need(), workers))
+        shared = shares_out(self.shard, backend, workers, need, ", and take --gradient-checkpointing")
         return shared, need(workers if shared else 1)
 
 

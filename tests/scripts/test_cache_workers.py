@@ -1,0 +1,84 @@
+"""Several workers write one cache: the same bytes as one, also if they are killed or share the teacher out."""
+
+import signal
+
+import pytest
+from small import CPU
+
+from qat_lora.errors import UserError
+from qat_lora.hosts.group import ALONE
+from qat_lora.kd.cache import FORMAT, _record
+
+TEXT = ["--dataset", "embedded", "--length", 24, "--max-rows", 30, "--rows-per-shard", 4, "--batch-size", 3]
+
+
+@pytest.fixture(scope="module")
+def flags(sharp_model_dir):
+    return ["--model", sharp_model_dir, *CPU, *TEXT]
+
+
+@pytest.fixture(scope="module")
+def whole(run, flags, tmp_path_factory):
+    """The cache of one worker: seven files of training rows and one of held-out rows."""
+    folder = tmp_path_factory.mktemp("one")
+    run("build_kd_cache", *flags, "--cache-dir", folder)
+    return folder
+
+
+def content(folder) -> dict:
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "summary.json"}
+
+
+@pytest.mark.parametrize("workers, shard", [(2, "off"), (3, "off"), (3, "on")])
+def test_workers_write_the_bytes_of_one(forks, flags, whole, tmp_path, workers, shard):
+    folder = tmp_path / "cache"
+    said, *_ = forks.several("build_kd_cache", *flags, "--shard", shard, "--cache-dir", folder, expect=(0,) * workers)
+    assert content(folder) == content(whole)
+    assert ("share the teacher out" in said) == (shard == "on")
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_after_a_killed_worker_any_number_goes_on(forks, flags, whole, tmp_path, workers):
+    flags = [*flags, "--cache-dir", tmp_path / "cache"]
+    death = "kd.cache._targets", 4, signal.SIGKILL, False  # in the second file of worker 1
+    said, _ = forks.pair("build_kd_cache", *flags, expect=(1, -signal.SIGKILL), death=death)
+    assert said.count("error:") == 1 and "worker 1" in said and "Traceback" not in said
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("shard-0000[01]*")}
+    assert len(before) == 2
+    forks.several("build_kd_cache", *flags, expect=(0,) * workers)
+    assert content(tmp_path / "cache") == content(whole)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_sigterm_to_one_worker_stops_all(forks, flags, whole, tmp_path):
+    flags = [*flags, "--cache-dir", tmp_path / "cache"]
+    death = "kd.cache._targets", 4, signal.SIGTERM, False
+    said, _ = forks.pair("build_kd_cache", *flags, expect=(0, 0), death=death)
+    assert "stopped: 4 shards are missing; the same command continues" in said
+    forks.pair("build_kd_cache", *flags)
+    assert content(tmp_path / "cache") == content(whole)
+
+
+def test_a_folder_that_hosts_do_not_share_is_refused(tmp_path):
+    manifest = {"format": FORMAT}
+    with pytest.raises(
+        UserError, match=r"shard-00000\.safetensors of worker 0 is not here; give a --cache-dir that all"
+    ):
+        _record(tmp_path, manifest, {}, {"shard-00000.safetensors": "0" * 64}, {}, ALONE)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_one_worker_has_nobody_to_share_the_teacher_with(refuse, flags, tmp_path):
+    said = refuse("build_kd_cache", *flags, "--shard", "on", "--cache-dir", tmp_path / "cache")
+    assert said == "--shard on needs several workers; give --num-chips, or leave it out"
+    assert not [*tmp_path.iterdir()]
+
+
+def test_workers_with_other_text_are_refused(forks, flags, tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(f"A line of text {name} and more of it.\n" * 400)
+    flags = [*flags, "--cache-dir", tmp_path / "cache", "--dataset"]
+    for said in forks.pair(
+        "build_kd_cache", *flags, tmp_path / "a.txt", second=("--dataset", tmp_path / "b.txt"), expect=(2, 2)
+    ):
+        assert "the workers differ: text is" in said
