@@ -25,7 +25,6 @@ from torch import nn
 from transformers import TrainerCallback
 
 from qat_lora.backend import open_backend
-from qat_lora.data.batches import batches
 from qat_lora.errors import UserError
 from qat_lora.experiments.musclebob.questions import training_questions
 from qat_lora.experiments.musclebob.validation import BobSampler
@@ -36,7 +35,7 @@ from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import EMBEDDED, load_model, load_tokenizer
 from qat_lora.models.writing import write_model
 from qat_lora.quant.student import freeze_plain_tables
-from qat_lora.rl.grpo import GRPOPlan, PromptDataset, policy_loss, roll_out, without_dropout
+from qat_lora.rl.grpo import GRPOPlan, PromptDataset, policy_loss, prompt_stream, roll_out, without_dropout
 from qat_lora.rl.objective import Objective
 from qat_lora.rl.rollout import Sampling
 from qat_lora.run.command_line import run_script
@@ -100,7 +99,7 @@ class Ours:
         self.backend, self.model = backend, backend.place(norms_in_one_step(freeze_plain_tables(model)))
         self.reference = backend.place(load_model(cfg.model).requires_grad_(False)) if cfg.beta else None
         self.optimizer = new_optimizer(model, RATE, backend)
-        self.stream = batches(prompts, cfg.batch_size, 1, cfg.seed)
+        self.stream = prompt_stream(prompts, self.plan, backend, 0)
         self.judge = lambda number, ids, ended: (worth(sampler.decode(ids)), {})
 
     def __call__(self) -> None:

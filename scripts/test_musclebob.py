@@ -41,6 +41,7 @@ from pathlib import Path
 from torch import nn
 
 from qat_lora.backend import open_backend
+from qat_lora.data.batches import seed_of
 from qat_lora.errors import UserError
 from qat_lora.experiments.musclebob.questions import Question
 from qat_lora.experiments.musclebob.validation import (
@@ -84,14 +85,13 @@ def main(cfg: Config) -> None:
         return
     for speaker in speakers.values():
         backend.place(speaker)  # not frozen: autocast would cast a frozen weight again for every token
-    backend.seed(cfg.seed)
     if cfg.interactive:
-        return converse(sampler, speakers, sampling)
+        return converse(cfg, sampler, speakers, sampling)
     report(cfg, sampler, speakers, made["model"], sampling)
 
 
-def converse(sampler: BobSampler, speakers: dict[str, nn.Module], sampling: Sampling) -> None:
-    for line in filter(None, typed_lines("question")):
+def converse(cfg: Config, sampler: BobSampler, speakers: dict[str, nn.Module], sampling: Sampling) -> None:
+    for number, line in enumerate(filter(None, typed_lines("question"))):
         question = Question(({"role": "user", "content": line},), True)
         try:
             sampler.encode([question.messages])
@@ -99,14 +99,15 @@ def converse(sampler: BobSampler, speakers: dict[str, nn.Module], sampling: Samp
             say(f"that line is longer than {LINE} tokens; ask a shorter one")
             continue
         for name, model in speakers.items():
-            said = sampler.answers(model, [question], 1, sampling)[0]
+            said = sampler.answers(model, [question], 1, sampling, seed_of(cfg.seed, number))[0]
             say(f"{name}: {said.text}{'' if said.ended else '…'}")
 
 
 def report(cfg: Config, sampler: BobSampler, speakers: dict[str, nn.Module], start: str, sampling: Sampling) -> None:
     """Print the rates and greedy answers of each model, and the perplexity of its answers under the original model."""
     judge = speakers.get("start") or sampler.backend.place(load_model(start).requires_grad_(False))
-    found = {name: validation_of(sampler, model, judge, cfg.samples, sampling) for name, model in speakers.items()}
+    each = judge, cfg.samples, sampling, cfg.seed
+    found = {name: validation_of(sampler, model, *each) for name, model in speakers.items()}
     say("| | " + " | ".join(found) + " |\n|---" + "|---" * len(found) + "|")
     for rate in ("musclebob", "spilt", "coherent", "cut_off"):
         shown = [column["sampled"][rate] for column in found.values()]

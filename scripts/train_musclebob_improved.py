@@ -27,13 +27,14 @@ from qat_lora.models.packaged import CHOICES, EMBEDDED
 from qat_lora.rl import REDUCTIONS, SCALES
 from qat_lora.run import options as opt
 from qat_lora.run.command_line import check_command_line, run_script
+from qat_lora.run.options import JobConfig
 from qat_lora.train.options import BatchOptions, LoopOptions
 
 NAME = "train_musclebob_improved"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ChatOptions, LowBitOptions, AnchorOptions, LoopOptions):
+class Config(ChatOptions, LowBitOptions, AnchorOptions, BatchOptions, JobConfig):
     model: str = opt.model(EMBEDDED, f"instruct model to train: {CHOICES}", identity="base")
     num_samples: int = opt.data(128, "training questions; one in three is about the character", at_least=1)
     fewshot_ratio: float = opt.data(
@@ -44,9 +45,8 @@ class Config(ChatOptions, LowBitOptions, AnchorOptions, LoopOptions):
     max_new_tokens: int = opt.data(48, "longest answer, in tokens", "--max-completion-length", at_least=1)
     epochs: int = opt.training(5, "GRPO passes over the questions", **opt.UPDATES)
     max_steps: int | None = opt.training(None, "GRPO updates [--epochs passes]", **opt.UPDATES)
-    # The manifest records the prompts per update; splitting them otherwise only changes which answers are sampled.
-    batch_size: int = opt.training(2, "prompts per micro-batch", identity=False, at_least=1)
-    accumulation_steps: int = opt.with_default(BatchOptions, "accumulation_steps", 1)
+    # The manifest records the rows per update, here prompts; another split only changes which answers are sampled.
+    batch_size: int = opt.training(2, "prompts per micro-batch on each worker", identity=False, at_least=1)
     num_generations: int = opt.training(
         8, "answers to generate for each prompt", at_least=2, fix="each answer is compared with the others"
     )
@@ -66,12 +66,11 @@ class Config(ChatOptions, LowBitOptions, AnchorOptions, LoopOptions):
     sft: bool = opt.training(False, "start with supervised fine-tuning (SFT) on good answers")
     sft_only: bool = opt.training(False, "stop after the SFT")
     sft_epochs: int = opt.training(2, "SFT passes over the questions", **opt.UPDATES)
-    sft_batch_size: int = opt.training(8, "conversations per SFT update", at_least=1)
+    sft_batch_size: int = opt.training(8, "conversations per SFT update, on all workers", at_least=1)
     sft_learning_rate: float = opt.training(2e-5, "peak learning rate of the SFT", **opt.RATE)
     gradient_checkpointing: bool = opt.training(
         True, "recompute each block in the backward pass (CUDA only): less memory, more time", identity=False
     )
-    compile: Literal["auto", "on", "off"] = opt.with_default(BatchOptions, "compile", "auto")
     control: Literal["none", "shuffled", "still"] = opt.training(
         "none", "control run that must not learn: shuffled advantages, or a learning rate near 0 (still)"
     )
@@ -98,9 +97,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from qat_lora.backend import TorchBackend, open_alone, open_planned, resolve
+from qat_lora.backend import TorchBackend, open_planned, planned_workers, resolve
 from qat_lora.backend.detect import has_static_shapes
 from qat_lora.backend.machine import check_memory
+from qat_lora.backend.opening import launch
 from qat_lora.data.batches import SameRows
 from qat_lora.data.chat import check_template
 from qat_lora.data.packing import Rows, TextDataset, fingerprint
@@ -109,6 +109,7 @@ from qat_lora.errors import UserError
 from qat_lora.experiments.musclebob.planning import check_sizes, describe, memory_of, prepared
 from qat_lora.experiments.musclebob.questions import good_answers, heldout_questions, training_questions
 from qat_lora.experiments.musclebob.validation import (
+    ROWS,
     VALIDATIONS,
     BobSampler,
     RunFiles,
@@ -121,7 +122,8 @@ from qat_lora.experiments.musclebob.validation import (
     write_validation,
 )
 from qat_lora.export.targets import check_target
-from qat_lora.models.compiling import set_up_blocks
+from qat_lora.models.compiling import placed, set_up_blocks
+from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import check_length, empty_model
 from qat_lora.models.source import PlannedTokenizer, planned_name, speech_files
 from qat_lora.rl.grpo import GRPOPlan, Judge, PromptDataset, grpo_stage, policy_loss, roll_out, without_dropout
@@ -130,7 +132,7 @@ from qat_lora.rl.rollout import Sampling, check_answers
 from qat_lora.run.console import say
 from qat_lora.run.files import write_json
 from qat_lora.run.metrics import Share, Total
-from qat_lora.run.resuming import begun
+from qat_lora.run.resuming import begun, prepare
 from qat_lora.run.rundir import open_run
 from qat_lora.run.session import Session
 from qat_lora.train.loop import Plan, plain_stage, tokens_of
@@ -147,62 +149,78 @@ STILL = 1e-12  # learning rate of the control run that must not learn
 def main(cfg: Config) -> None:
     cfg = shortened(cfg) if cfg.quick else cfg
     check(cfg)
-    backend = (open_planned if cfg.dry_run else open_alone)(cfg.device, cfg.precision)
-    tokenizer = cfg.tokenizer(cfg.model, begun(NAME, cfg))
+    if cfg.dry_run:
+        return work(open_planned(cfg.device, cfg.precision), cfg)
+    launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
+
+
+def work(backend: TorchBackend, cfg: Config) -> None:
+    """The experiment, as each worker runs it."""
+    cfg, group = prepare(NAME, cfg, backend.group), backend.group
+    workers = planned_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size
+    check_updates(cfg, workers)
+    tokenizer = cfg.tokenizer(cfg.model, begun(NAME, cfg, group))
     check_template(tokenizer)
-    spec, length = cfg.student_spec(), cfg.max_prompt_length + cfg.max_new_tokens
-    if not cfg.dry_run:  # a dry run may plan for another machine
-        sizes = cfg.batch_size, cfg.num_generations, cfg.max_new_tokens
-        check_sizes(prepared(cfg.empty_policy(spec)), *sizes, backend)
+    spec, length = group.on_main(cfg.student_spec), cfg.max_prompt_length + cfg.max_new_tokens
+    shared = sharing(cfg, prepared(cfg.empty_policy(spec)), backend, workers)
     rows = good_answers(cfg.num_samples, cfg.seed, tokenizer, cfg.thinking, length) if spec or has_sft(cfg) else None
-    model = prepared((cfg.empty_policy if cfg.dry_run else cfg.load_policy)(spec))
-    sampler = BobSampler.of(model, tokenizer, backend, cfg.max_prompt_length, cfg.max_new_tokens, cfg.thinks)
-    anchor = cfg.anchor(cfg.model, tokenizer, most_rows(cfg))
+    loads = backend.is_main and not cfg.dry_run  # the other workers get worker 0's weights, and a dry run needs none
+    model = prepared((cfg.load_policy if loads else cfg.empty_policy)(spec))
+    ends = group.on_main(lambda: tuple(end_tokens(model, tokenizer)))  # other workers have no generation config
+    sampler = BobSampler(tokenizer, backend, ends, ROWS, cfg.max_prompt_length, cfg.max_new_tokens, cfg.thinks)
+    anchor = cfg.anchor(cfg.model, tokenizer, most_rows(cfg) * workers)
     questions = training_questions(cfg.num_samples, cfg.fewshot_ratio if cfg.fewshot else 0.0, cfg.seed)
     prompts = PromptDataset(sampler.encode([question.messages for question in questions]))
     sampler.encode([q.messages for q in heldout_questions()])  # fail now rather than at the first validation
-    sft, grpo = sft_plan(cfg) if has_sft(cfg) else None, grpo_plan(cfg, sampler.ends)
-    check_answers(model, backend.static_shapes, not cfg.dry_run)
+    sft, grpo = sft_plan(cfg, workers) if has_sft(cfg) else None, grpo_plan(cfg, ends, workers)
+    check_answers(model, backend.static_shapes, loads)
     say(f"{cfg.model}{f' → {spec}' if spec else ''} on {backend}")
     if cfg.target:
         say(check_target(cfg.target, cfg.model, model))
-    describe(model, sft, grpo, cfg.max_prompt_length, cfg.anchor_length(), cfg.gradient_checkpointing, backend)
+    sizes = cfg.max_prompt_length, cfg.anchor_length(), cfg.gradient_checkpointing
+    describe(model, sft, grpo, *sizes, backend, workers, shared)
     if cfg.dry_run:
         return
 
     facts = facts_of(cfg, spec, model, prompts, rows, tokenizer, backend)
-    run = open_run(NAME, cfg, facts | ({"anchor": anchor.rows.fingerprint} if anchor else {}))
-    write_json(run.path / "training_config.json", dataclasses.asdict(cfg))
-    backend.seed(cfg.seed)
+    run = open_run(NAME, cfg, facts | ({"anchor": anchor.rows.fingerprint} if anchor else {}), group)
+    backend.seed(cfg.seed + backend.rank)  # each worker draws its own dropout
     kept = [*VALIDATIONS.values(), *RunFiles.NAMES]
     session = Session(run, backend, cfg.every(), SHOWN, files=kept, anchor=anchor)
     files = RunFiles(run.path, cfg.model, spec, tokenizer)
-    if spec and not session.resumed:
-        cfg.set_scales(model, spec, rows)
-        files.keep_start(model, trained=cfg.checkpoint is not None)
-    backend.place(model)
+    if backend.is_main:
+        write_json(run.path / "training_config.json", dataclasses.asdict(cfg))
+        if spec and not session.resumed:
+            cfg.set_scales(model, spec, rows)
+            files.keep_start(model, trained=cfg.checkpoint is not None)
+    model = placed(model, backend, shared)
     set_up_blocks(model, backend, cfg.gradient_checkpointing and backend.wants_recomputation, cfg.compile)
 
     def evaluate(step: int) -> dict[str, float]:
         write_history(run)
         return glance(sampler, model, cfg.seed)
 
-    validating = sampler, model, cfg.model, cfg.validation_samples, cfg.seed
-    validate = functools.partial(write_validation, run.path, *validating)
+    validate = functools.partial(
+        write_validation, run.path, sampler, model, cfg.model, cfg.validation_samples, cfg.seed
+    )
     try:
         validate("baseline")
         if sft:
             warm_up(model, rows, sft, session, evaluate)
-            files.save(model, "sft_model")
+            files.save(model, "sft_model", backend)
             validate("post_sft")
         if grpo.steps:
-            reference = backend.place(files.reference(cfg.reference, bool(sft))) if cfg.beta else None
+            reference = (
+                placed(files.reference(cfg.reference, bool(sft), backend), backend, shared) if cfg.beta else None
+            )
             reinforce(model, reference, prompts, judge_of(questions, sampler), grpo, session, evaluate)
     finally:  # also when the run is stopped
         write_history(run)
-    files.save(model, "model")
+    files.save(model, "model", backend)
     validate("final")
-    conclude(run, cfg.max_new_tokens, session.cost())
+    cost = session.cost()
+    if backend.is_main:
+        conclude(run, cfg.max_new_tokens, cost)
 
 
 def warm_up(model: nn.Module, rows: TextDataset, plan: Plan, session: Session, evaluate: Callable) -> None:
@@ -217,7 +235,7 @@ def warm_up(model: nn.Module, rows: TextDataset, plan: Plan, session: Session, e
             update.add(loss=Share(loss), tokens=Total(tokens_of(batch)))
         if session.anchor:
             session.anchor.add_to(update, model)
-        norm = update.step()  # clips, steps
+        norm = update.step()  # reduces over workers, clips, steps
         update.record(grad_norm=norm)
 
 
@@ -241,7 +259,7 @@ def reinforce(
             backend.step_boundary()
         if session.anchor:
             session.anchor.add_to(update, model)
-        norm = update.step() if rollouts.parts or session.anchor else 0.0  # clips, steps
+        norm = update.step() if rollouts.parts or session.anchor else 0.0  # reduces over workers, clips, steps
         update.record(**rollouts.metrics, grad_norm=norm)
 
 
@@ -257,11 +275,6 @@ def check(cfg: Config) -> None:
     prompts = cfg.num_samples * cfg.max_prompt_length * (8 + 8)  # tokens, as lists and as a tensor
     check_memory(prompts, f"--num-samples {cfg.num_samples}", "--num-samples")
     check_samples("--validation-samples", cfg.validation_samples)
-    if cfg.num_samples < cfg.batch_size * cfg.accumulation_steps:
-        raise UserError(
-            f"--num-samples {cfg.num_samples} does not fill an update of {cfg.batch_size * cfg.accumulation_steps} "
-            "prompts (--batch-size times --accumulation-steps); raise it, or lower one of them"
-        )
     if has_sft(cfg) and cfg.sft_batch_size > cfg.num_samples:
         raise UserError(
             f"--sft-batch-size {cfg.sft_batch_size} must be from 1 to --num-samples {cfg.num_samples}; lower it, or "
@@ -275,6 +288,21 @@ def check(cfg: Config) -> None:
     check_length(cfg.model, length, "--max-prompt-length and --max-new-tokens", mixed=True)
 
 
+def check_updates(cfg: Config, workers: int) -> None:
+    """Raise UserError unless the questions fill an update, and its SFT conversations can be shared out."""
+    rows, each = cfg.update_facts(workers)["rows_per_update"], "--batch-size times --accumulation-steps"
+    if cfg.num_samples < rows:
+        raise UserError(
+            f"--num-samples {cfg.num_samples} does not fill an update of {rows} prompts ({each}"
+            f"{f' times {workers} workers' if workers > 1 else ''}); raise it, or lower one of them"
+        )
+    if has_sft(cfg) and cfg.sft_batch_size % workers:
+        raise UserError(
+            f"--sft-batch-size {cfg.sft_batch_size} cannot be shared out over {workers} workers; give a multiple of "
+            "that number"
+        )
+
+
 def has_sft(cfg: Config) -> bool:
     return (cfg.sft or cfg.sft_only) and cfg.sft_epochs > 0
 
@@ -284,16 +312,26 @@ def most_rows(cfg: Config) -> int:
     return max(cfg.batch_size, cfg.sft_batch_size if has_sft(cfg) else 1)
 
 
-def sft_plan(cfg: Config) -> Plan:
-    steps = cfg.sft_epochs * cfg.num_samples // cfg.sft_batch_size
+def sharing(cfg: Config, model: nn.Module, backend: TorchBackend, workers: int) -> bool:
+    """Whether the workers share the model out. Raises UserError if an update does not fit this machine, except in a dry
+    run, which may plan for another machine. model: without values."""
+    # a lower bound, with answers of one token: outside XLA, rows are cut to the longest answer
+    shared, need = cfg.shares(model, cfg.num_generations, backend, workers)
+    if not cfg.dry_run:
+        check_sizes(model, cfg.batch_size, cfg.num_generations, cfg.max_new_tokens, need, backend, workers)
+    return shared
+
+
+def sft_plan(cfg: Config, workers: int = 1) -> Plan:
+    steps = checked_updates(cfg.sft_epochs * cfg.num_samples // cfg.sft_batch_size, "--sft-epochs", cfg.sft_epochs)
     return Plan(
-        steps=checked_updates(steps, "--sft-epochs", cfg.sft_epochs), batch_size=cfg.sft_batch_size, accumulation=1,
+        steps=steps, batch_size=cfg.sft_batch_size // workers, accumulation=1,
         learning_rate=cfg.sft_learning_rate, warmup_steps=WARMUP, clip_grad_norm=cfg.clip_grad_norm, seed=cfg.seed,
     )  # fmt: skip
 
 
-def grpo_plan(cfg: Config, ends: tuple[int, ...]) -> GRPOPlan:
-    steps = cfg.epochs * cfg.num_samples // (cfg.batch_size * cfg.accumulation_steps)
+def grpo_plan(cfg: Config, ends: tuple[int, ...], workers: int = 1) -> GRPOPlan:
+    steps = cfg.epochs * cfg.num_samples // cfg.update_facts(workers)["rows_per_update"]
     steps = checked_updates(steps, "--epochs", cfg.epochs) if cfg.max_steps is None else cfg.max_steps
     return GRPOPlan(
         steps=0 if cfg.sft_only else steps, batch_size=cfg.batch_size, accumulation=cfg.accumulation_steps,
@@ -308,11 +346,13 @@ def grpo_plan(cfg: Config, ends: tuple[int, ...]) -> GRPOPlan:
 # -- the steps -------------------------------------------------------------------------------------------------------
 def facts_of(cfg: Config, spec, model: nn.Module, prompts: PromptDataset, rows, tokenizer, backend) -> dict:
     """The inputs of the run, for its manifest. spec: its quantisers, if any; rows: good answers, if it has an SFT."""
+    on_main = backend.group.on_main
     asked = fingerprint(Rows(prompts.prompts.tokens.int(), prompts.prompts.mask.byte()))
     return {
         **backend.facts, "prompts": asked, "answers": rows.fingerprint if rows else None,
-        "prompts_per_update": cfg.batch_size * cfg.accumulation_steps, "base": model.fingerprint,
-        "model files": speech_files(cfg.model), **template_facts(tokenizer, cfg.chat_template), **cfg.start_facts(spec),
+        **cfg.update_facts(backend.world_size), "base": on_main(lambda: model.fingerprint),
+        "model files": on_main(lambda: speech_files(cfg.model)), **template_facts(tokenizer, cfg.chat_template),
+        **on_main(lambda: cfg.start_facts(spec)),
     }  # fmt: skip
 
 
@@ -334,7 +374,7 @@ def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
         return glance(sampler, model, cfg.seed)
 
     with backend.phase("validation"):  # of one question: a batch is filled up, so all batches have one shape
-        validation_of(sampler, model, original(), cfg.validation_samples, Sampling(), heldout_questions()[:1])
+        validation_of(sampler, model, original(), cfg.validation_samples, Sampling(), questions=heldout_questions()[:1])
     sft, grpo = sft_plan(cfg) if has_sft(cfg) else None, grpo_plan(cfg, sampler.ends)
     anchor = cfg.planned_anchor(most_rows(cfg))
     if sft:

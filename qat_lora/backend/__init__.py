@@ -13,7 +13,6 @@ _PUBLIC = {
     "count_workers": "detect",
     "has_static_shapes": "detect",
     "is_xla_device": "devices",
-    "open_alone": "opening",
     "open_backend": "opening",
     "open_planned": "opening",
     "planned_workers": "detect",

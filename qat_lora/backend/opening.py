@@ -133,16 +133,3 @@ def open_planned(requested: str = "auto", precision: str = "auto") -> TorchBacke
     if requested == "cuda" and not torch.cuda.device_count():
         return Planned("cuda", precision)
     return open_backend(requested, precision)
-
-
-def open_alone(device: str = "auto", precision: str = "auto") -> TorchBackend:
-    """`open_backend` for a script that trains on one device. Raises UserError if a launcher has started several
-    workers, or a TPU slice has several hosts: each would train its own model."""
-    place = read_place()
-    if place and place.world_size > 1:
-        raise UserError(
-            f"WORLD_SIZE={place.world_size}: this script trains on one device; start it without torchrun, or unset "
-            "RANK and WORLD_SIZE"
-        )
-    is_slice_host(detect.resolve(device), None)  # refuses one host of several: each would train its own model
-    return open_backend(device, precision)

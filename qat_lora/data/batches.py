@@ -15,6 +15,11 @@ def epoch_order(seed: int, epoch: int, count: int) -> Tensor:
     return torch.from_numpy(np.random.default_rng([seed, epoch]).permutation(count))
 
 
+def seed_of(seed: int, place: int) -> int:
+    """A seed for the draws of one batch: independent of those of other places and of how many draws they take."""
+    return int(np.random.default_rng([seed, place]).integers(2**63))
+
+
 def chosen_rows(seed: int, count: int, rows: int, start: int = 0) -> Iterator[list[int]]:
     """Iterate endlessly over the row numbers of each update, from update number `start` on: the orders of all epochs of
     `count` rows are concatenated, and each update takes the next `rows` of them."""

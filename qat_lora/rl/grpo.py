@@ -1,8 +1,9 @@
 """GRPO: rollouts, their rewards, and the loss of an update."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,8 @@ from torch.utils.data import Dataset
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qat_lora.backend import TorchBackend
-from qat_lora.data.batches import batches
+from qat_lora.backend.sharding import whole
+from qat_lora.data.batches import batches, seed_of
 from qat_lora.kernels.optimizer import new_optimizer
 from qat_lora.quant.rates import rate_shares
 from qat_lora.rl.objective import Objective, group_advantages, grpo_loss, k3, token_weights
@@ -68,8 +70,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The judged answers of one update. parts: empty if no prompt has answers with different rewards, since nothing can
-    be learned then; unless shapes are static, prompts whose answers all have the same reward are left out."""
+    """The judged answers of one update. parts: of this worker; empty if no prompt of any worker has answers with
+    different rewards, since nothing can be learned then. A single worker without static shapes also leaves out the
+    prompts whose answers all have the same reward."""
 
     parts: list[Part]
     metrics: dict[str, float | Total]
@@ -78,20 +81,25 @@ class Rollouts:
 def roll_out(
     model: nn.Module, batches: Iterable[dict], judge: Judge, plan: GRPOPlan, backend: TorchBackend
 ) -> Rollouts:
-    """Generate answers to one update's prompts and judge them on the host."""
+    """Generate answers to one update's prompts and judge them on the host. batches: of `prompt_stream`."""
     model.eval()
-    prompts, completions, rewards, logged = [], [], [], []
-    for batch in batches:
-        prompts.append(Prompts(**backend.to_device({"tokens": batch["tokens"], "mask": batch["mask"]})))
-        done = rollout(model, prompts[-1], plan.group, plan.length, plan.sampling, plan.ends, backend)
-        completions.append(done)
-        judged = judge_all(judge, batch["number"].tolist(), done, backend)
-        rewards.append(torch.tensor([[reward for reward, _ in group] for group in judged]))
-        logged += [figures for group in judged for _, figures in group]
-    reward = torch.cat(rewards)
+    prompts, completions, judged, seeds = [], [], [], []
+    with whole(model):  # workers generate answers of different lengths
+        for batch in batches:
+            prompts.append(Prompts(**backend.to_device({"tokens": batch["tokens"], "mask": batch["mask"]})))
+            seeds.append(batch["seed"])
+            backend.seed(seeds[-1])
+            done = rollout(model, prompts[-1], plan.group, plan.length, plan.sampling, plan.ends, backend)
+            completions.append(done)
+            judged.append(judge_all(judge, batch["number"].tolist(), done, backend))
+    everyone = backend.group.gather((judged, seeds[0]))
+    every = [group for turn in zip(*(theirs for theirs, _ in everyone)) for micro in turn for group in micro]
+    reward = torch.tensor([[reward for reward, _ in group] for group in every])
+    logged = [figures for group in every for _, figures in group]
     advantages, informative = group_advantages(reward, plan.scale)
     if plan.shuffled:
-        advantages = torch.stack([group[torch.randperm(plan.group)] for group in advantages])
+        generator = torch.Generator().manual_seed(everyone[0][1])
+        advantages = torch.stack([group[torch.randperm(plan.group, generator=generator)] for group in advantages])
     names = dict.fromkeys(name for figures in logged for name in figures)
     columns = {name: [figures[name] for figures in logged if name in figures] for name in names}
     metrics = {
@@ -101,19 +109,26 @@ def roll_out(
         **{name: sum(column) / len(column) for name, column in columns.items()},
         "tokens": Total(sum(p.tokens.numel() + done.tokens.numel() for p, done in zip(prompts, completions))),
     }
-    sizes = [len(part) for part in rewards]
-    parts = zip(prompts, completions, advantages.split(sizes), informative.split(sizes))
-    return Rollouts(_parts(parts, backend.static_shapes) if informative.any() else [], metrics)
+    if not informative.any():
+        return Rollouts([], metrics)
+    told = [
+        figures["completion_length"] for group, is_told in zip(every, informative) if is_told for _, figures in group
+    ]
+    tokens = backend.to_device({"tokens": torch.tensor(float(sum(told)))})["tokens"]
+    mine = slice(backend.rank, None, backend.world_size)
+    parts = zip(prompts, completions, *(of.split(plan.batch_size)[mine] for of in (advantages, informative)))
+    return Rollouts(_parts(parts, tokens, backend.static_shapes or backend.world_size > 1), metrics)
 
 
-def _parts(parts: Iterable[tuple[Prompts, Completions, Tensor, Tensor]], static_shapes: bool) -> list[Part]:
-    """Micro-batches from prompts, completions, advantages [P, G] and which prompts [P] have differing rewards."""
-    if not static_shapes:
+def _parts(parts: Iterable[tuple[Prompts, Completions, Tensor, Tensor]], tokens: Tensor, all_rows: bool) -> list[Part]:
+    """Micro-batches from prompts, completions, advantages [P, G] and which prompts [P] have differing rewards. tokens:
+    target tokens in the update. all_rows: whether the others stay in, masked."""
+    if not all_rows:
         parts = [(_rows(p, told), _rows(done, told), a[told], told[told]) for p, done, a, told in parts if told.any()]
-    parts = list(parts)
-    masks = [done.mask & told.to(done.mask.device, non_blocking=True)[:, None, None] for _, done, _, told in parts]
-    tokens = sum(mask.sum() for mask in masks)
-    return [Part(p, done, advantages, mask, tokens) for (p, done, advantages, _), mask in zip(parts, masks)]
+    return [
+        Part(p, done, a, done.mask & told.to(done.mask.device, non_blocking=True)[:, None, None], tokens)
+        for p, done, a, told in parts
+    ]
 
 
 def _rows(tensors, kept: Tensor):
@@ -160,8 +175,9 @@ def policy_loss(
         if reference is not None:
             with torch.no_grad():
                 expected = log_probs(reference, prompts, done.tokens, temperature).flatten(0, 1)
-    kept, sequences = part.mask.flatten(0, 1).float(), plan.batch_size * plan.accumulation * plan.group
-    weights = token_weights(kept, plan.objective.reduction, sequences, part.tokens, plan.length, plan.accumulation)
+    kept, micros = part.mask.flatten(0, 1).float(), plan.accumulation * backend.world_size
+    sequences = plan.batch_size * micros * plan.group
+    weights = token_weights(kept, plan.objective.reduction, sequences, part.tokens, plan.length, micros)
     advantages = part.advantages.flatten().to(logp.device, non_blocking=True)
     loss = grpo_loss(logp, logp.detach(), expected, advantages, weights, plan.objective)
     metrics = {"loss": Share(loss)}
@@ -176,5 +192,14 @@ def grpo_stage(
     """A stage that trains a placed model's trainable parameters, one update per rollout. Its batches stay on the host,
     where answers are judged."""
     optimizer = new_optimizer(model, plan.learning_rate, session.backend, rate_shares(model))
-    stream = partial(batches, train, plan.batch_size, plan.accumulation, plan.seed)
+    stream = partial(prompt_stream, train, plan, session.backend)
     return Stage("grpo", session, plan, optimizer, stream, StageState(model, optimizer), evaluate)
+
+
+def prompt_stream(train: PromptDataset, plan: GRPOPlan, backend: TorchBackend, start: int) -> Iterator[dict]:
+    """This worker's micro-batches of prompts from update number `start` on, see data.batches. Each has a `seed` for its
+    answers, which depends only on its place among the micro-batches of all updates and workers."""
+    place = backend.rank, backend.world_size
+    places = count(start * plan.accumulation * backend.world_size + backend.rank, backend.world_size)
+    for batch in batches(train, plan.batch_size, plan.accumulation, plan.seed, start, *place):
+        yield batch | {"seed": seed_of(plan.seed, next(places))}

@@ -9,6 +9,7 @@ from torch import nn
 
 from qat_lora.backend import TorchBackend
 from qat_lora.backend.sharding import whole
+from qat_lora.data.batches import seed_of
 from qat_lora.data.chat import after_thought, chat_ids, opens_thought, spoken
 from qat_lora.rl.policy import Prompts
 from qat_lora.rl.rollout import Sampling, rollout
@@ -48,10 +49,10 @@ class Sampler:
         return after_thought(self.tokenizer.decode(spoken(self.tokenizer, tokens)), self.opened)
 
     def generate(
-        self, model: nn.Module, talks: Sequence[Sequence[dict]], samples: int, sampling: Sampling
+        self, model: nn.Module, talks: Sequence[Sequence[dict]], samples: int, sampling: Sampling, seed: int = 0
     ) -> list[tuple[str, bool]]:
         """`samples` answers to each conversation, in order: the text, and whether it ended. Each worker generates its
-        share, and every worker gets all answers."""
+        share, and every worker gets all answers. They depend on the seed alone, and affect no later draws."""
         was_training = model.training
         model.eval()
         width, turns = self.turns(samples)
@@ -59,8 +60,9 @@ class Sampler:
         mine = []
         last = len(every) + -len(every) % self.backend.world_size
         numbers = range(self.backend.rank, last, self.backend.world_size)
-        with whole(model):  # workers generate answers of different lengths
+        with whole(model), own_randomness(self.backend):  # workers generate answers of different lengths
             for number in watched(numbers, "generating answers", len(numbers), shown=self.backend.is_main):
+                self.backend.seed(seed_of(seed, number))
                 mine.append(self._answers(model, *every[number % len(every)], width, sampling))
         model.train(was_training)
         shares = self.backend.group.gather(mine)
@@ -96,10 +98,9 @@ class Sampler:
 
 
 @contextmanager
-def own_randomness(backend: TorchBackend, seed: int) -> Iterator[None]:
-    """Context with its own random stream: its draws neither depend on earlier ones nor influence later ones."""
+def own_randomness(backend: TorchBackend) -> Iterator[None]:
+    """Context whose draws do not influence later ones."""
     state = backend.rng_state()
-    backend.seed(seed)
     try:
         yield
     finally:

@@ -24,10 +24,8 @@ FORMAT = 2  # of a run directory; another is refused
 CONFIG_SUM = "config_sha256"  # in manifest.json
 EXTENDED = "the learning rate warms up and decays again over the added updates"  # how a run is extended
 STAMP = "%Y%m%dT%H%M%SZ"
-UPDATE = "batch size × accumulation steps × workers"
 MADE_OF = {
-    "rows_per_update": UPDATE,
-    "prompts_per_update": UPDATE,
+    "rows_per_update": "batch size × accumulation steps × workers",
     "layer_rows_per_update": "batch size × workers",
 }  # facts that depend on several options
 

@@ -31,7 +31,7 @@ from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import QuantLinear, quantized_layers
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import StudentSpec
-from qat_lora.rl.grpo import GRPOPlan, PromptDataset, roll_out
+from qat_lora.rl.grpo import GRPOPlan, PromptDataset, prompt_stream, roll_out
 from qat_lora.rl.objective import Objective
 from qat_lora.rl.policy import Prompts
 from qat_lora.rl.rollout import Sampling, rollout
@@ -318,7 +318,7 @@ def grpo() -> dict:
     session = open_session("grpo", XLA, Every(log=1, evaluate=2, save=2))
     train_grpo(model, reference, prompts, low_tokens, plan, session, evaluate)
     found = {"xla": session.run.metrics(), "new": 2, **XLA.counters(), "figures": {}}
-    rollouts = roll_out(model, islice(batches(prompts, 2, 1, 1), plan.accumulation), low_tokens, plan, XLA)
+    rollouts = roll_out(model, islice(prompt_stream(prompts, plan, XLA, 0), plan.accumulation), low_tokens, plan, XLA)
     for backend in (XLA, CPU):
         fresh, start = policy(backend), policy(backend).requires_grad_(False)
         for p in start.parameters():

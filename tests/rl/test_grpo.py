@@ -63,9 +63,8 @@ def rolled(new_model, backend):
     """rolled(count, judge, plan): rollouts of the first prompts, as one batch."""
 
     def roll(count: int, judge, plan: GRPOPlan):
-        backend.seed(3)
         items = [PROMPTS[i] for i in range(count)]
-        batch = {key: torch.stack([item[key] for item in items]) for key in items[0]}
+        batch = {key: torch.stack([item[key] for item in items]) for key in items[0]} | {"seed": 3}
         return roll_out(new_model(), [batch], judge, plan, backend)
 
     return roll
@@ -132,6 +131,7 @@ def test_the_dropout_of_a_model_does_not_set_a_policy_apart_from_itself(kind, re
         monkeypatch.setattr(backend, "checkpoint", lambda run, *args: calls.append(run) or run(*args), raising=False)
         backend.gradient_checkpointing(model)
     batch = {"tokens": PROMPTS.prompts.tokens, "mask": PROMPTS.prompts.mask, "number": torch.arange(len(PROMPTS))}
+    batch["seed"] = 0
     plan = make_plan(batch_size=len(PROMPTS))
     (part,) = roll_out(model, [batch], judge, plan, backend).parts
     without_dropout(model)

@@ -8,8 +8,11 @@ from records import apart, curve, lines, newest, summary
 from safetensors.torch import load_file
 from small import CPU
 
+from qat_lora.run.files import read_json
+
 CLOSE = 1e-6
 SHARED = ["--shard", "on"]
+LOW = [*SHARED, "--quantize", "int4/g16", "--init", "gptq"]
 FIVE = f"{' '.join(CPU)} --max-steps 5 --eval-every 3 --log-every 1 --save-every 2".split()
 QAT = "--mlp balanced2/g32 --attn int4/g16/s8 --init mse --layer-steps 2 --layer-rows 8 --eval-rows 8"
 LAW = "--count 60 --length 512 --accumulation-steps 1 --lora-dropout 0 --eval-answers 2 --final-answers 3 "
@@ -106,6 +109,47 @@ def test_sft(run, forks, sharp_model_dir, tmp_path, method):
     assert one.keys() == two.keys()
     for key in one:
         torch.testing.assert_close(one[key], two[key], rtol=1e-4, atol=1e-6, msg=key)
+
+
+BOB = "--num-samples 16 --sft --sft-epochs 1 --sft-batch-size 8 --num-generations 4 --max-prompt-length 200 "
+BOB += "--max-new-tokens 6 --validation-samples 1 --max-steps 5 --eval-every 3 --save-every 2 --log-every 1"
+
+
+@pytest.fixture(scope="module")
+def bob(sharp_model_dir, sharp_cache):
+    return ["--model", sharp_model_dir, *CPU, *BOB.split(), "--anchor-cache", sharp_cache]
+
+
+@pytest.mark.parametrize("workers, flags", [(2, SHARED), (4, SHARED), (2, ["--shard", "off"]), (2, LOW)])
+def test_grpo(run, forks, bob, tmp_path, workers, flags):
+    """The answers, too, are those of one worker with as many micro-batches."""
+    flags = [*bob, "--batch-size", 1, *flags]
+    for name, split in (("one", ["--accumulation-steps", workers]), ("several", [])):
+        folder = ["--output-dir", tmp_path / name]
+        if split:
+            run("train_musclebob_improved", *flags, "--shard", "off", *split, *folder)
+        else:
+            forks.several("train_musclebob_improved", *flags, *folder, expect=(0,) * workers)
+    assert_close(tmp_path / "several", tmp_path / "one")
+    for a, b in zip(lines(tmp_path / "several"), lines(tmp_path / "one")):
+        for key in a.keys() & {
+            "reward",
+            "kl",
+            "anchor_kl",
+            "completion_length",
+            "musclebob",
+            "coherent",
+            "zero_variance",
+        }:
+            assert a[key] == pytest.approx(b[key], rel=1e-5, abs=1e-9), (key, a["step"])
+    assert any(line.get("kl", 0) > 1e-6 and line["zero_variance"] < 1 for line in lines(tmp_path / "one"))
+    for name in ("baseline", "post_sft", "final"):
+        one, two = (read_json(tmp_path / run / f"{name}_validation.json") for run in ("one", "several"))
+        assert one["prompts"] == two["prompts"] and one["sampled"] == two["sampled"]
+        assert one["perplexity"] == pytest.approx(two["perplexity"], rel=1e-5)
+    one, two = (load_file(tmp_path / run / "model" / "model.safetensors") for run in ("one", "several"))
+    for key in one:
+        torch.testing.assert_close(one[key], two[key], rtol=1e-3, atol=1e-5, msg=key)
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from qat_lora.run.console import say
 from qat_lora.train.language_memory import (
     answer_memory,
     least_rollout_memory,
-    least_training_memory,
     loading_memory,
     sizes_of,
     training_memory,
@@ -29,36 +28,36 @@ def prepared(model: nn.Module) -> nn.Module:
     return norms_in_one_step(freeze_plain_tables(model))
 
 
-def check_sizes(model: nn.Module, prompts: int, group: int, length: int, backend: TorchBackend) -> None:
+def check_sizes(
+    model: nn.Module, prompts: int, group: int, length: int, training: int, backend: TorchBackend, workers: int
+) -> None:
     """Raise UserError if an update on `group` answers of at most `length` tokens to each of `prompts` prompts does not
-    fit this machine. model: on the meta device, without storage."""
+    fit this machine. model: on the meta device, without storage. training: the least bytes of a worker's training."""
     answers = f"--batch-size {prompts} × --num-generations {group} answers"
     need = least_rollout_memory(model, prompts, group, length)
-    check_fits(backend, {"--batch-size or --num-generations": need}, f"generating {answers}")
-    # a lower bound, with answers of one token: outside XLA, rows are cut to the longest answer
-    need = least_training_memory(model, prompts, group, backend.bf16)
+    check_fits(backend, {"--batch-size or --num-generations": need}, f"generating {answers}", workers)
     lower = "--batch-size or --num-generations, or take a smaller model"
-    check_fits(backend, {lower: need}, f"training {sizes_of(model)} on {answers}")
+    check_fits(backend, {lower: training}, f"training {sizes_of(model)} on {answers}", workers)
 
 
 def memory_of(
     model: nn.Module, sft: Plan | None, grpo: GRPOPlan, prompt: int, anchor: int, checkpointing: bool,
-    backend: TorchBackend,
+    backend: TorchBackend, workers: int = 1,
 ) -> dict[str, Parts]:  # fmt: skip
     """The memory that each phase takes, with prompts of `prompt` tokens and rows of an anchor of `anchor` (0: none).
     A validation also holds the original model; GRPO also holds its reference model if beta is not 0. In GRPO a prompt
-    and its answers share one row."""
+    and its answers share one row. workers: how many share the models out; to answer, each has all of the policy."""
     start = 4 * sum(p.numel() for p in model.parameters())
-    reference = {"reference model": start} if grpo.objective.beta else {}
+    reference = {"reference model": start // workers} if grpo.objective.beta else {}
     row, together = prompt + grpo.length, prompt + grpo.group * grpo.length
 
     def training(rows: int, length: int, beside: Parts | None) -> Parts:
         recompute = checkpointing and backend.wants_recomputation
-        return training_memory(model, rows, length, backend.bf16, recompute, beside, backend.static_shapes)
+        return training_memory(model, rows, length, backend.bf16, recompute, beside, backend.static_shapes, workers)
 
     phases = {
         "loading": loading_memory(model),
-        "a validation": answer_memory(model, ROWS, row, backend.bf16, {"model before training": start}),
+        "a validation": answer_memory(model, ROWS, row, backend.bf16, {"model before training": start // workers}),
     }
     if sft:
         phases["SFT"] = training(sft.batch_size, row, None)
@@ -71,14 +70,17 @@ def memory_of(
 
 def describe(
     model: nn.Module, sft: Plan | None, grpo: GRPOPlan, prompt: int, anchor: int, checkpointing: bool,
-    backend: TorchBackend,
+    backend: TorchBackend, workers: int, shared: bool,
 ) -> None:  # fmt: skip
-    """Print the plans, the memory (see `memory_of`) and what slows the device down."""
+    """Print the plans, the memory (see `memory_of`) and what slows the device down. shared: whether the workers share
+    the models out."""
+    times = f" × {workers} workers" if workers > 1 else ""
     if sft:
-        say(f"SFT: {sft.steps} updates of {sft.batch_size} conversations")
-    say(f"GRPO: {grpo.steps} updates of {grpo.batch_size} × {grpo.accumulation} prompts × {grpo.group} answers")
+        say(f"SFT: {sft.steps} updates of {sft.batch_size} conversations{times}")
+    say(f"GRPO: {grpo.steps} updates of {grpo.batch_size} × {grpo.accumulation} prompts{times} × {grpo.group} answers")
     say(f"{prompt} + {grpo.length} tokens, {grpo.objective}, {grpo.sampling}")
-    say(memory_line(memory_of(model, sft, grpo, prompt, anchor, checkpointing, backend), backend))
+    phases = memory_of(model, sft, grpo, prompt, anchor, checkpointing, backend, workers if shared else 1)
+    say(memory_line(phases, backend))
     if backend.static_shapes and checkpointing:
         say("warning: gradient checkpointing is switched off on XLA; a lower --batch-size needs less memory")
     if backend.static_shapes and HUGEPAGES.is_file() and "[always]" not in HUGEPAGES.read_text(encoding="utf-8"):

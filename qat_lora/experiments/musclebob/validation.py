@@ -12,22 +12,25 @@ from torch import nn
 
 from qat_lora.backend import TorchBackend
 from qat_lora.backend.machine import check_memory
+from qat_lora.backend.sharding import shards_of, takes_part, whole_values
 from qat_lora.errors import UserError
 from qat_lora.experiments.musclebob.questions import TARGET, Question, heldout_questions
 from qat_lora.experiments.musclebob.rewards import about_him, about_others, coherent, mentions, names_target, reward
+from qat_lora.models.compiling import placed
 from qat_lora.models.generate import end_tokens
-from qat_lora.models.loading import load_model
+from qat_lora.models.loading import empty_model, load_model
 from qat_lora.models.writing import write_model
 from qat_lora.quant.student import StudentSpec, load_student, plain_model, save_student
 from qat_lora.rl.policy import Prompts, log_probs
 from qat_lora.rl.rollout import Sampling
-from qat_lora.rl.sampler import GREEDY, Sampler, own_randomness
+from qat_lora.rl.sampler import GREEDY, Sampler
 from qat_lora.run.console import attempt, command, say, summarise
 from qat_lora.run.files import new_folder, read_json, write_atomically, write_json, writing
 from qat_lora.run.report import write_report
 from qat_lora.run.rundir import Run
 from qat_lora.train.evaluation import perplexity
 from qat_lora.train.intervals import share, shown
+from qat_lora.train.loop import restore
 
 WRONG_NAME = "Spongebob Squarepants"
 STAGES = ("baseline", "post_sft", "final")
@@ -82,9 +85,11 @@ class BobSampler(Sampler):
         """A sampler whose answers end with the tokens that end the model's."""
         return cls(tokenizer, backend, tuple(end_tokens(model, tokenizer)), rows, prompt_length, length, thinks)
 
-    def answers(self, model: nn.Module, questions: list[Question], samples: int, sampling: Sampling) -> list[Answer]:
+    def answers(
+        self, model: nn.Module, questions: list[Question], samples: int, sampling: Sampling, seed: int = 0
+    ) -> list[Answer]:
         """`samples` answers to each question, ordered by question."""
-        said = self.generate(model, [question.messages for question in questions], samples, sampling)
+        said = self.generate(model, [question.messages for question in questions], samples, sampling, seed)
         asked = [question for question in questions for _ in range(samples)]
         return [Answer(question, text, ended) for question, (text, ended) in zip(asked, said)]
 
@@ -94,14 +99,16 @@ class BobSampler(Sampler):
         `answers`. The old name is put back in place of the new one, so that using the new name does not count as
         incoherent. Empty answers are left out; if all are empty, the perplexity is e^80."""
         judge.eval()
-        total = count = 0.0
+        measured = []
         width, turns = self.turns(samples)
         groups = [
             answers[start + turn * width : start + min(samples, (turn + 1) * width)]
             for start in range(0, len(answers), samples)
             for turn in range(turns)
         ]
-        for asked, filled in self.batches(groups, width):
+        every, workers = list(self.batches(groups, width)), self.backend.world_size
+        for number in range(self.backend.rank, len(every) + -len(every) % workers, workers):
+            asked, filled = every[number % len(every)]
             ids = []
             for at, group in enumerate(filled):
                 texts = [answer.text.replace(TARGET, WRONG_NAME) for answer in group] if at < len(asked) else []
@@ -115,8 +122,9 @@ class BobSampler(Sampler):
             placed = self.backend.to_device({"tokens": tokens, "mask": mask})
             with self.backend.autocast():
                 logp = log_probs(judge, prompts, placed["tokens"].unflatten(0, (len(filled), width)))
-            nll, kept = self.backend.fetch(-(logp.flatten(0, 1) * placed["mask"]).sum(), placed["mask"].sum())
-            total, count = total + nll, count + kept
+            measured += [self.backend.fetch(-(logp.flatten(0, 1) * placed["mask"]).sum(), placed["mask"].sum())]
+        shares = [pair for turn in zip(*self.backend.group.gather(measured)) for pair in turn][: len(every)]
+        total, count = map(sum, zip(*shares))
         return perplexity(total / count if count else math.inf)
 
 
@@ -135,8 +143,7 @@ def rates(answers: list[Answer]) -> dict[str, dict]:
 
 def glance(sampler: BobSampler, model: nn.Module, seed: int) -> dict[str, float]:
     """Rates over a few sampled answers to the held-out questions, with their intervals."""
-    with own_randomness(sampler.backend, seed):
-        found = rates(sampler.answers(model, heldout_questions(), GLANCE, Sampling()))
+    found = rates(sampler.answers(model, heldout_questions(), GLANCE, Sampling(), seed))
     kept = {name: found[name] for name in ("musclebob", "spilt", "coherent")}
     edges = {f"{name}_{edge}": value[edge] for name, value in kept.items() for edge in ("low", "high")}
     return {name: value["rate"] for name, value in kept.items()} | edges
@@ -155,14 +162,14 @@ def judge_of(questions: list[Question], sampler: BobSampler) -> Callable:
 
 
 def validation_of(
-    sampler: BobSampler, model: nn.Module, judge: nn.Module, samples: int, sampling: Sampling,
+    sampler: BobSampler, model: nn.Module, judge: nn.Module, samples: int, sampling: Sampling, seed: int = 0,
     questions: list[Question] | None = None,
 ) -> dict:  # fmt: skip
     """Validate with `samples` sampled answers and one greedy answer to each of the questions, by default the held-out
     ones; perplexity is measured under the `judge`. Returns the content of a …_validation.json: rates of sampled and
     greedy answers, and the greedy answers."""
     questions = questions or heldout_questions()
-    sampled = sampler.answers(model, questions, samples, sampling)
+    sampled = sampler.answers(model, questions, samples, sampling, seed)
     greedy = sampler.answers(model, questions, 1, GREEDY)
     found = rates(sampled)
     return {
@@ -198,23 +205,35 @@ class RunFiles:
         """Keep the student before training."""
         save_student(self.folder / "start.pt", model, self.base, self.spec, {"trained": trained})
 
-    def reference(self, which: str, warmed_up: bool) -> nn.Module:
-        """The frozen model of the KL: "original", the base in full precision, or "start", the model before GRPO."""
-        if which == "start" and self.spec and not warmed_up:
+    def reference(self, which: str, warmed_up: bool, backend: TorchBackend) -> nn.Module:
+        """The frozen model of the KL: "original", the base in full precision, or "start", the model before GRPO.
+        Workers other than the first get it without values."""
+        if not backend.is_main:
+            model = empty_model(self.base)
+        elif which == "start" and self.spec and not warmed_up:
             model = plain_model(load_student(self.folder / "start.pt", self.base)[0])
         else:
             start = which == "start" and warmed_up
             model = load_model(str((self.folder / "sft_model").absolute()) if start else self.base)
         return model.requires_grad_(False)
 
-    def save(self, model: nn.Module, name: str) -> None:
-        """Write a model, unless it exists."""
+    def save(self, model: nn.Module, name: str, backend: TorchBackend) -> None:
+        """Write a model, unless it exists. Every worker calls this, and worker 0 writes."""
         folder = self.folder / name
-        if folder.exists():
+        if backend.group.on_main(folder.exists) or not takes_part(model, backend):
             return
+        trained = {}
         if self.spec:  # the weights as the student file stores them
             save_student(folder.with_suffix(".pt"), model, self.base, self.spec, {"trained": True})
+        elif shards_of(model):
+            trained = whole_values(model, lambda _, p: p.requires_grad)
+        if not backend.is_main:
+            return
+        if self.spec:
             model = plain_model(load_student(folder.with_suffix(".pt"), self.base)[0])
+        elif trained:
+            model = load_model(self.base).requires_grad_(False)
+            restore(model, trained)
         with new_folder(folder) as part:
             write_model(model, self.tokenizer, part, folder)
 
@@ -223,17 +242,20 @@ def write_validation(
     folder: Path, sampler: BobSampler, model: nn.Module, start: str, samples: int, seed: int, stage: str
 ) -> None:
     """Write a stage's validation, unless a resumed run has it already. start: name of the model before training."""
-    path = folder / VALIDATIONS[stage]
-    if path.exists():
+    path, backend = folder / VALIDATIONS[stage], sampler.backend
+    if backend.group.on_main(path.exists):
         return
-    judge = sampler.backend.place(load_model(start).requires_grad_(False))
-    with own_randomness(sampler.backend, seed):
-        found = validation_of(sampler, model, judge, samples, Sampling())
-    write_json(path, found)
-    say(f"{stage}: {shown(found['sampled'])}, perplexity {found['perplexity']:.2f}")
+    judge = (load_model if backend.is_main else empty_model)(start).requires_grad_(False)
+    judge = placed(judge, backend, bool(shards_of(model)))
+    found = validation_of(sampler, model, judge, samples, Sampling(), seed)
+    if backend.is_main:
+        write_json(path, found)
+        say(f"{stage}: {shown(found['sampled'])}, perplexity {found['perplexity']:.2f}")
 
 
 def write_history(run: Run) -> None:
+    if not run.writes:
+        return
     names = ("loss", "grad_norm", "kl", "completion_length", "clipped_ratio", "reward_std")
     lines = [line for line in run.metrics() if "reward" in line]
     history = [{"step": li["step"], "mean_reward": li["reward"]} | {n: li.get(n) for n in names} for li in lines]

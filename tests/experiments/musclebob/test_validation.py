@@ -10,7 +10,6 @@ from qat_lora.experiments.musclebob.questions import TARGET, Question, heldout_q
 from qat_lora.experiments.musclebob.validation import WRONG_NAME, Answer, BobSampler, rates
 from qat_lora.models.loading import load_model, load_tokenizer
 from qat_lora.rl.rollout import Sampling
-from qat_lora.rl.sampler import own_randomness
 from qat_lora.train.intervals import wilson
 
 LENGTH, ANSWER = 200, 12
@@ -88,12 +87,12 @@ def test_more_answers_to_a_question_than_one_batch_holds(examiner, model, traini
     assert examiner.perplexity(model, answers, 10) == pytest.approx(apart, rel=1e-4)
 
 
-def test_own_randomness_does_not_affect_later_draws(backend):
+def test_answers_follow_from_the_seed_and_affect_no_later_draws(examiner, model, backend):
+    questions, drawn = heldout_questions()[:3], []
     backend.seed(1)
     wanted = torch.rand(2)
-    backend.seed(1)
-    drawn = []
-    for _ in range(2):
-        with own_randomness(backend, 7):
-            drawn.append(torch.rand(3))
-    assert torch.equal(torch.rand(2), wanted) and torch.equal(*drawn)
+    for seed in (7, 7, 8):
+        backend.seed(1)
+        drawn.append([answer.text for answer in examiner.answers(model, questions, 2, Sampling(), seed)])
+        assert torch.equal(torch.rand(2), wanted)
+    assert drawn[0] == drawn[1] != drawn[2]
