@@ -275,6 +275,7 @@ def check(cfg: Config) -> None:
     prompts = cfg.num_samples * cfg.max_prompt_length * (8 + 8)  # tokens, as lists and as a tensor
     check_memory(prompts, f"--num-samples {cfg.num_samples}", "--num-samples")
     check_samples("--validation-samples", cfg.validation_samples)
+    check_updates(cfg, 1)
     if has_sft(cfg) and cfg.sft_batch_size > cfg.num_samples:
         raise UserError(
             f"--sft-batch-size {cfg.sft_batch_size} must be from 1 to --num-samples {cfg.num_samples}; lower it, or "

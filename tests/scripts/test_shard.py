@@ -141,7 +141,7 @@ def test_grpo(run, forks, bob, tmp_path, workers, flags):
             "coherent",
             "zero_variance",
         }:
-            assert a[key] == pytest.approx(b[key], rel=1e-5, abs=1e-9), (key, a["step"])
+            assert a[key] == pytest.approx(b[key], rel=1e-5, abs=1e-6), (key, a["step"])
     assert any(line.get("kl", 0) > 1e-6 and line["zero_variance"] < 1 for line in lines(tmp_path / "one"))
     for name in ("baseline", "post_sft", "final"):
         one, two = (read_json(tmp_path / run / f"{name}_validation.json") for run in ("one", "several"))
@@ -164,3 +164,8 @@ def test_a_checkpoint_of_the_other_kind_is_refused(forks, qat, tmp_path):
     forks.pair("train_qat", *flags, *SHARED, expect=(1, -signal.SIGKILL), death=death)
     for said in forks.pair("train_qat", *flags, expect=(2, 2)):
         assert "the checkpoint was saved with --shard on; resume with that" in said
+
+
+def test_conversations_that_the_workers_cannot_share_are_refused(forks, bob, tmp_path):
+    for said in forks.pair("train_musclebob_improved", *bob, "--sft-batch-size", 7, expect=(2, 2)):
+        assert "--sft-batch-size 7 cannot be shared out over 2 workers; give a multiple of that number" in said

@@ -138,7 +138,7 @@ def test_a_low_bit_policy_is_written_as_it_was_trained(train, run, tmp_path, sha
     kl = [line["kl"] for line in logged[1] if "kl" in line]
     assert kl[0] < 1e-6, "the sampler, the policy and its reference are the same weights at first"
 
-    train("--checkpoint", tmp_path / "whole" / "model.pt", "--output-dir", tmp_path / "more", "--max-steps", 4,
+    train("--checkpoint", tmp_path / "whole" / "model.pt", "--output-dir", tmp_path / "more", "--max-steps", 8,
           "--sft-epochs", 0, "--reference", "original", "--resume", "off")  # fmt: skip
     assert (tmp_path / "more" / "start.pt").exists()
     assert any(line.get("kl", 0) > 1e-3 for line in lines(tmp_path / "more"))
@@ -168,7 +168,7 @@ def test_device_type_follows_the_hardware(load_script, monkeypatch, chips, gpus,
 
 
 def test_resuming_with_another_update_size_is_refused(train, trained):
-    with pytest.raises(UserError, match="prompts_per_update"):
+    with pytest.raises(UserError, match="rows_per_update"):
         train("--output-dir", trained, "--resume", trained, "--accumulation-steps", 2)
 
 
