@@ -1,9 +1,9 @@
 """Do the formulas of step_cost.py agree with CPU processes of this machine? `step_on_paper.py --part check` runs it.
 
-Each number of workers is a job (gloo, one thread each, SmolLM2-135M's shape with fewer blocks, random weights and rows).
-For each stage, with whole models and with shards, it measures the rates of a matrix product and of the collectives, all
-workers at the same time, then updates of `MICRO` micro-batches: their time, and the bytes that pass the loopback
-interface. One worker also counts the operations of an update. Nothing is tuned to agree.
+Each number of workers is a job (gloo, one thread each, SmolLM2-135M's shape with fewer blocks, random weights and
+rows). For each stage, with whole models and with shards, it measures the rates of a matrix product and of the
+collectives, all workers at the same time, then updates of `MICRO` micro-batches: their time, and the bytes that pass
+the loopback interface. One worker also counts the operations of an update.
 """
 
 import dataclasses

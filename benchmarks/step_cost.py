@@ -114,9 +114,9 @@ def micro_batch_flops(model: nn.Module, rows: int, length: int, recompute: bool,
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     total = 0
     for block in decoder_layers(model):
-        for linear in (module for module in block.modules() if isinstance(module, nn.Linear)):
-            weight = linear.weight
-            total += 2 * tokens * weight.numel() * (2 + recompute + weight.requires_grad)
+        weights = [module.weight for module in block.modules() if isinstance(module, nn.Linear)]
+        total += sum(2 * tokens * weight.numel() * (2 + recompute + weight.requires_grad) for weight in weights)
+        total -= 2 * tokens * weights[-1].numel() * recompute  # torch stops once it has what the backward pass needs
         total += 4 * tokens * length * width * (3 + recompute)
     head = unwrap(model).get_output_embeddings().weight
     return total + 2 * tokens * head.numel() * (logits + 1 + head.requires_grad)
@@ -191,8 +191,8 @@ class Step:
     @property
     def binds(self) -> str:
         """The part that takes the longest."""
-        parts = {"compute": self.compute, "optimiser": self.optimiser, "inside": self.inside, "between": self.between}
-        return max(parts | {"hops": self.hops}, key=(parts | {"hops": self.hops}).__getitem__)
+        names = ("compute", "optimiser", "inside", "between", "hops")
+        return max(names, key=lambda name: getattr(self, name))
 
 
 def step(

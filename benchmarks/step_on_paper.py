@@ -28,11 +28,11 @@ COUNTS = (1, 8, 16, 64, 256, 1024)
 class Config(ScriptConfig):
     part: Literal["all", "fits", "tokens", "binds", "check"] = option("all", "which table; all: all but check")
     batch_size: int = option(4, "rows per micro-batch", at_least=1)
-    length: int = option(1024, "tokens per row [check: 128]", at_least=2)
+    length: int = option(1024, "tokens per row", at_least=2)
     rows: int = option(1024, "rows per update in the table of what binds", at_least=1)
     rank: int = option(8, "rank of the recovery adapter", at_least=1)
-    layers: int = option(6, "check: blocks of SmolLM2-135M's shape", at_least=1)
-    steps: int = option(5, "check: timed updates of each kind", at_least=1)
+    layers: int = option(4, "check: blocks of SmolLM2-135M's shape", at_least=1)
+    steps: int = option(3, "check: timed updates of each kind", at_least=1)
     workers: str = option("1,2,4", "check: numbers of workers, of which the first is 1")
 
 
