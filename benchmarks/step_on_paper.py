@@ -4,10 +4,13 @@
     python benchmarks/step_on_paper.py --part binds --length 2048
     unshare --net sh -c 'ip link set lo up; python benchmarks/step_on_paper.py --part check'
 
-Prints which model fits which devices, how many tokens a worker needs before computing takes as long as the network, and
-what binds at a fixed batch. Speeds of devices and assumed efficiencies are in step_cost.py. --part check measures the
-same formulas in CPU processes (step_check.py); with `unshare` (as root) it has a network interface of its own, so that
-other programs are not counted.
+Prints which model fits which devices (fits), how many tokens a worker needs before computing takes as long as the
+network (tokens), and what takes the longest at a fixed batch (binds). S: the workers share the model out (--shard on);
+C: blocks are recomputed (--gradient-checkpointing). What binds, if it is not computing: inside or between (the network
+in or between boxes), hops (of rings) or the optimiser. Speeds of devices and assumed efficiencies are in step_cost.py.
+
+--part check measures the same formulas in CPU processes (step_check.py); with `unshare`, as root, it has a loopback
+interface of its own, so that other programs are not counted.
 """
 
 from dataclasses import dataclass
@@ -55,72 +58,75 @@ def main(cfg: Config) -> None:
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------
-def fits(cfg: Config, models: dict) -> None:
-    """For each place and stage the largest model that fits, in the first way that does."""
-    print(f"\nlargest model that fits {FILL:.0%} of a device, micro-batches of {cfg.batch_size}×{cfg.length} tokens\n")
-    print("| devices | " + " | ".join(STAGES) + " |\n|---|" + "---|" * len(STAGES))
-    for device, count in PLACES:
-        box, cells = BOXES[device], []
-        for stage in STAGES:
-            ways = {n: way_to_fit(models[n, stage], box, count, cfg.batch_size, cfg.length) for n in MODELS}
-            name = max((n for n in ways if ways[n]), key=list(MODELS).index, default=None)
-            cells.append("none" if name is None else f"{name}{flags(*ways[name][:2])}: {ways[name][2] / 1e9:.0f} GB")
-        print(f"| {count} × {device}, {box.memory / 1e9:.0f} GB | " + " | ".join(cells) + " |")
+def head(title: str, *columns: str) -> None:
+    print(f"\n{title}\n\n| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
 
 
-def flags(shard: bool, recompute: bool) -> str:
+def line(*cells: str) -> None:
+    print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def ways(shard: bool, recompute: bool) -> str:
     return " S" * shard + " C" * recompute
 
 
-def tokens(cfg: Config, models: dict) -> None:
-    """How many tokens a worker must process until computing has taken as long as the network."""
-    print(
-        f"\ntokens of a worker at which computing takes as long as the network, rows of {cfg.length} tokens: per update"
+def fits(cfg: Config, models: dict) -> None:
+    """For each place and stage the largest model that fits, in the first way that does."""
+    head(
+        f"largest model whose worker fits in {FILL:.0%} of a device; micro-batches of {sizes(cfg)}", "devices", *STAGES
     )
-    print("for a whole model, per micro-batch for one that is shared out and recomputed; hops not counted\n")
-    print("| devices | model | whole, one box | whole, boxes | shared out, one box | shared out, boxes |")
-    print("|---|---|---:|---:|---:|---:|")
+    for device, count in PLACES:
+        box, cells = BOXES[device], []
+        for stage in STAGES:
+            found = {n: way_to_fit(models[n, stage], box, count, cfg.batch_size, cfg.length) for n in MODELS}
+            name = max((n for n in found if found[n]), key=list(MODELS).index, default=None)
+            cells.append("none" if name is None else f"{name}{ways(*found[name][:2])}: {found[name][2] / 1e9:.0f} GB")
+        line(f"{count} × {device}, {box.memory / 1e9:.0f} GB", *cells)
+
+
+def tokens(cfg: Config, models: dict) -> None:
+    """How many tokens a worker must process until computing has taken as long as the network, without hops: per update
+    for a whole model, per micro-batch for one that is shared out and recomputed."""
+    kinds = [f"{what}, {where}" for what in ("whole", "S C") for where in ("one box", "boxes")]
+    head(f"tokens at which computing takes as long as the network; rows of {cfg.length}", "devices", "model", *kinds)
     for device in ("L4", "A100", "H100", "v6e"):
         for name, stage in (("qwen3-0.6b", "QAT"), ("qwen3-8b", "QAT"), ("qwen3-8b", "recovery")):
             box, cells = BOXES[device], []
             for shard in (False, True):
-                for workers in (box.per_box, box.most):
-                    known = (workers == box.per_box or box.between) and not (shard and box.kind == "xla")
-                    found = step(models[name, stage], box, workers, 1, cfg.length, 1, shard, shard)
+                for boxes, workers in ((False, box.per_box), (True, box.most)):
+                    found = step(models[name, stage], box, workers, 1, cfg.length, 1, shard, recompute=shard)
                     needed = cfg.length * max(found.inside, found.between) / found.compute
+                    known = (box.between or not boxes) and not (shard and box.kind == "xla")
                     cells.append(f"{needed:,.0f}" if known else "–")
-            print(f"| {device} | {name}, {stage} | " + " | ".join(cells) + " |")
+            line(device, f"{name}, {stage}", *cells)
 
 
 def binds(cfg: Config, models: dict) -> None:
     """The share of an update that is spent computing, and what takes the longest where that is not computing."""
-    print(
-        f"\nshare of an update of {cfg.rows} rows of {cfg.length} tokens that is spent computing, micro-batches of at"
-    )
-    print(
-        f"most {cfg.batch_size} rows; S: shared out, C: recomputed blocks; what takes longest, unless it is computing\n"
-    )
-    print(
-        "| devices | model | " + " | ".join(f"{count:,}" for count in COUNTS) + " |\n|---|---|" + "---|" * len(COUNTS)
-    )
+    title = f"share of an update of {cfg.rows} rows that is spent computing; micro-batches of at most {sizes(cfg)}"
+    head(title, "devices", "model", *(f"{count:,}" for count in COUNTS))
     for device in ("A100", "H100", "v6e"):
         for stage in ("QAT", "recovery"):
             for name in MODELS:
                 cells = [cell(cfg, models[name, stage], BOXES[device], count) for count in COUNTS]
                 if any(text != "–" for text in cells):
-                    print(f"| {device} | {name}, {stage} | " + " | ".join(cells) + " |")
+                    line(device, f"{name}, {stage}", *cells)
 
 
 def cell(cfg: Config, model: nn.Module, box: Box, workers: int) -> str:
-    """One entry of the table: e.g. "61% inside S C"."""
+    """One entry of the table, e.g. "61% inside S C"."""
     each = cfg.rows // workers
     rows = min(cfg.batch_size, each)
     if workers > box.most or not each or (way := way_to_fit(model, box, workers, rows, cfg.length)) is None:
         return "–"
     shard, recompute, _ = way
-    found = step(model, box, workers, rows, cfg.length, each // rows, shard, recompute)
+    found = step(model, box, workers, rows, cfg.length, -(-each // rows), shard, recompute)
     limit = "" if found.binds == "compute" else f" {found.binds}"
-    return f"{found.compute / found.seconds:.0%}{limit}{flags(shard, recompute)}"
+    return f"{found.compute / found.seconds:.0%}{limit}{ways(shard, recompute)}"
+
+
+def sizes(cfg: Config) -> str:
+    return f"{cfg.batch_size}×{cfg.length} tokens"
 
 
 if __name__ == "__main__":
