@@ -210,6 +210,10 @@ bench-grids: setup-peers | runs/small_llama ## quantisers at equal bits, and k-q
 bench-scaling: setup ## scaling overhead of two workers, and the bytes they exchange
 	$(PY) benchmarks/scaling.py
 
+bench-paper: setup ## a training step on up to 1,024 devices on paper, and its formulas in CPU processes (needs root and `ip`)
+	USE_TORCH_XLA=0 $(PY) benchmarks/step_on_paper.py
+	USE_TORCH_XLA=0 unshare --net sh -c 'ip link set lo up; $(PY) benchmarks/step_on_paper.py --part check'
+
 bench-memory: setup ## memory that --dry-run predicts against the measured peak
 	USE_TORCH_XLA=0 $(PY) benchmarks/memory.py
 
