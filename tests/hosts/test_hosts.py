@@ -98,8 +98,12 @@ def whole(whole_run):
 
 
 # -- a lost host -----------------------------------------------------------------------------------------------------
-LOSSES = [("kill", "a", "by_hand"), ("kill", "b", "by_torchrun"), ("freeze", "a", "by_torchrun"),
-          ("freeze", "b", "by_hand"), ("cut", "a", "by_hand"), ("cut", "a", "by_torchrun")]  # fmt: skip
+SHARED = ["--shard", "on"]
+LOSSES = [
+    ("kill", "a", "by_hand", []), ("kill", "b", "by_torchrun", []), ("freeze", "a", "by_torchrun", []),
+    ("freeze", "b", "by_hand", []), ("cut", "a", "by_hand", []), ("cut", "a", "by_torchrun", []),
+    ("kill", "b", "by_hand", SHARED), ("freeze", "a", "by_hand", SHARED), ("cut", "a", "by_torchrun", SHARED),
+]  # fmt: skip
 
 
 def lose(number: int, what: str, host: str, launcher: str, command: list) -> list[tuple]:
@@ -118,8 +122,8 @@ def test_the_other_host_ends_by_itself_and_names_the_lost_host(recovery, tmp_pat
     """The timeout here is 20 s. table.py tries all combinations, and measures the seconds."""
     with ThreadPoolExecutor(5) as pool:
         waiting = [
-            pool.submit(lose, number, *lost, recovery(tmp_path / str(number), 100000))
-            for number, lost in enumerate(LOSSES)
+            pool.submit(lose, number, *lost, recovery(tmp_path / str(number), 100000, *flags))
+            for number, (*lost, flags) in enumerate(LOSSES)
         ]
     for number, (loss, ends) in enumerate(zip(LOSSES, (each.result() for each in waiting))):
         for lost, said, errors, code in ends:
