@@ -236,6 +236,7 @@ CHECKS = {  # the most important first
     "resume": Check("workers", jobs.check_resume, 120),
     "workers": Check("workers", jobs.check_workers, 120),
     "killed worker": Check("workers", jobs.check_killed, 120),
+    "shared model": Check("workers", jobs.check_shards, 240),
     "gradient reduction": Check("workers", jobs.check_smoke, 120),
     **{f"speed: {name}": Check("speed", partial(speed.measure, name), 150) for name in SCRIPTS},
     "speed: torch.compile": Check("speed", speed.measure_compiled, 240, ("real",)),

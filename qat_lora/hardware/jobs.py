@@ -37,6 +37,25 @@ def check_workers(place: Machine) -> Figures:
     return found
 
 
+def check_shards(place: Machine) -> Figures:
+    """Workers that share a language model out have the losses of one that holds all of it."""
+    if place.device in ("tpu", "xla"):
+        raise Skipped("torch_xla cannot share a model out")
+    counts, cache, found = several(place), place.folder / "shards_cache", {}
+    at = ["--model", str(place.model), "--device", place.device, "--precision", "fp32", "--cache-dir", str(cache)]
+    finish(place, [str(ROOT / "scripts" / "build_kd_cache.py"), *at, "--length", "32", "--max-rows", "64"], "shards")
+    grids = ["--mlp", "int8/g16", "--attn", "int8/g16"]
+    steps = ["--eval-every", "0", "--log-every", "1", "--max-steps", "10"]
+    for count in (1, *counts):
+        split = ["--shard", "on" if count > 1 else "off", "--num-chips", str(count), "--batch-size", str(ROWS // count)]
+        folder = ["--output-dir", str(place.folder / "runs" / f"shards-{count}")]
+        finish(place, [str(ROOT / "scripts" / "train_qat.py"), *at, *grids, *steps, *split, *folder], "shards")
+    for count in counts:
+        wanted = losses(place.folder / "runs" / "shards-1")
+        found |= {"workers": count} | compared(place, f"shards-{count}", wanted)
+    return found
+
+
 def check_killed(place: Machine) -> Figures:
     """If a worker is killed, the others end with an error that names it, and the run can be resumed."""
     count, wanted = several(place)[-1], uninterrupted(place)
