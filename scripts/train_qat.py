@@ -10,9 +10,9 @@ The student is the low-bit copy of a model, the teacher the original. The teache
 build_kd_cache.py made, so no update runs the teacher.
 Stages: initial scales (--init rtn, mse or gptq) → layer by layer (--layer-steps updates per block) → end to end
 (--max-steps).
-metrics.jsonl: every --log-every updates loss (cross-entropy against the cached teacher), kl (loss minus the teacher's
-entropy: the remaining gap to the teacher), grad_norm before clipping, lr, tokens, tokens_per_s; at every evaluation
-heldout_kl and heldout_ppl.
+metrics.jsonl: every --log-every updates loss (cross-entropy against the targets), kl (loss minus the teacher's entropy:
+without --text-weight the remaining gap to the teacher), grad_norm before clipping, lr, tokens, tokens_per_s; at every
+evaluation heldout_kl and heldout_ppl.
 The student with the lowest held-out KL is best.pt: packed codes and scales, for train_recovery_lora.py,
 measure_perplexity.py, run_inference.py and export_model.py. docs/qat-recovery.md is the runbook.
 """
@@ -60,6 +60,12 @@ class Config(TargetOptions, TrainOptions, JobConfig):
         "initial scales: rtn (round to nearest), mse (least squared error) or gptq (mse, with error compensation); or "
         "own, the quantisers and scales of a low-bit --model",
     )
+    text_weight: float = opt.training(
+        0.0,
+        "share of the text's own next token in the targets, beside the teacher's: suits the student to this kind of "
+        "text, at the expense of others",
+        at_least=0, below=1, fix="use e.g. 0.1",
+    )  # fmt: skip
     layer_steps: int = opt.training(0, "updates per block of the layer-wise stage; 0 skips the stage", **opt.UPDATES)
     layer_rows: int = opt.training(32, "training rows used by --init and by the layer-wise stage", at_least=1)
     layer_learning_rate: float | None = opt.training(
@@ -145,7 +151,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     if cfg.layer_steps:
         layer_by_layer(cfg, student, train, layer_batch, session)
     set_up_blocks(student, backend, cfg.gradient_checkpointing, cfg.compile)
-    end_to_end(student, train, cfg.plan(), session, evaluate)
+    end_to_end(student, train, cfg.plan(), session, evaluate, cfg.text_weight)
     bits, cost = bits_per_weight(student), session.cost()
     if backend.is_main:
         before, _ = run.first_and_best("heldout_kl")
@@ -157,14 +163,17 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         )  # fmt: skip
 
 
-def end_to_end(student: nn.Module, train: KDCacheDataset, plan: Plan, session: Session, evaluate: Callable) -> None:
-    """Train the student to predict what the cached teacher predicts. Targets are sparse: no batch holds [B, L, V]."""
+def end_to_end(
+    student: nn.Module, train: KDCacheDataset, plan: Plan, session: Session, evaluate: Callable, text_weight: float = 0
+) -> None:
+    """Train the student to predict what the cached teacher predicts, and with a `text_weight` also the text itself.
+    Targets are sparse: no batch holds [B, L, V]."""
     backend = session.backend
     student.train()
     for update in plain_stage("qat", student, train, plan, session, evaluate):  # resumes, evaluates, saves in between
         for batch in update:  # its micro-batches, on the device
             with backend.autocast():
-                loss = kd_loss(student, batch)
+                loss = kd_loss(student, batch, text_weight)
             backend.backward(loss)
             update.add(loss=Share(loss), kl=Share(loss - target_entropy(batch)), tokens=Total(tokens_of(batch)))
         norm = update.step()  # reduces over workers, clips, steps
@@ -291,7 +300,7 @@ def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
     if cfg.layer_steps:
         train_layers(student, first_batches(rows, cfg.batch_size, cfg.batch_size, cfg.seed), layer_plan(cfg), session)
     set_up_blocks(student, backend, cfg.gradient_checkpointing, cfg.compile)
-    end_to_end(student, rows, cfg.plan(), session, evaluate)
+    end_to_end(student, rows, cfg.plan(), session, evaluate, cfg.text_weight)
     return cfg.memory(student, len(rows[0]["tokens"]), backend)
 
 

@@ -125,6 +125,18 @@ def test_kd_loss_on_the_whole_vocabulary(student, teacher, exact, tokens):
     assert float(kd_loss(student, batch).detach()) == pytest.approx(float(wanted), rel=1e-5)
 
 
+def test_the_text_gets_its_share_of_the_targets(student, teacher, exact, tokens):
+    """Except in the last position, whose next token is unknown."""
+    mask = up_to(16, 3, 9, 1, 16, 7)
+    items = exact(mask)
+    batch = {key: torch.stack([item[key] for item in items]) for key in items[0]}
+    nll, kl = reference(student, teacher, tokens)
+    from_teacher = kl + batch["entropy"].double()
+    mixed = torch.cat([0.7 * from_teacher[:, :-1] + 0.3 * nll, from_teacher[:, -1:]], 1)
+    loss = kd_loss(student, batch, 0.3)
+    assert float(loss.detach()) == pytest.approx(float(mixed[mask.bool()].mean()), rel=1e-5)
+
+
 # -- held-out figures -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("rows, batch_size, used", [(6, 1, 6), (100, 4, 6), (5, 2, 5), (3, 3, 3), (100, 7, 6)])
 def test_heldout_figures_equal_a_dense_reference(student, teacher, backend, exact, tokens, rows, batch_size, used):
