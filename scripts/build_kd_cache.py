@@ -170,8 +170,6 @@ def shares_teacher(cfg: Config, backend: TorchBackend, workers: int) -> bool:
         what = f"a teacher pass of {sizes_of(teacher)} over --batch-size {cfg.batch_size} rows with --draws {cfg.draws}"
         least = need(workers if shared else 1)
         check_fits(backend, {"--batch-size or --draws, or take a smaller model": least}, what, workers)
-    if shared:
-        say(f"the {workers} workers share the teacher out: each holds a part of every weight")
     return shared
 
 

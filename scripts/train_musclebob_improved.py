@@ -210,9 +210,8 @@ def work(backend: TorchBackend, cfg: Config) -> None:
             files.save(model, "sft_model", backend)
             validate("post_sft")
         if grpo.steps:
-            reference = (
-                placed(files.reference(cfg.reference, bool(sft), backend), backend, shared) if cfg.beta else None
-            )
+            frozen = files.reference(cfg.reference, bool(sft), backend) if cfg.beta else None
+            reference = placed(frozen, backend, shared) if frozen else None
             reinforce(model, reference, prompts, judge_of(questions, sampler), grpo, session, evaluate)
     finally:  # also when the run is stopped
         write_history(run)
@@ -264,7 +263,7 @@ def reinforce(
 
 
 def shortened(cfg: Config) -> Config:
-    few = max(8, cfg.batch_size * cfg.accumulation_steps)
+    few = max(8, cfg.update_facts(cfg.num_chips or 1)["rows_per_update"])
     return dataclasses.replace(
         cfg, num_samples=few, epochs=1, sft_epochs=1, sft_batch_size=min(few, cfg.sft_batch_size),
         validation_samples=1,

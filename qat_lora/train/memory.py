@@ -9,6 +9,7 @@ from qat_lora.backend.machine import check_memory
 from qat_lora.errors import UserError
 from qat_lora.hosts.environment import read_place
 from qat_lora.kernels.tiles import XLA_HEAD_BYTES
+from qat_lora.run.console import say
 
 ADAM = 16  # bytes per trained fp32 weight, with its gradient and two moments
 PROGRAM = "interpreter and libraries"
@@ -61,16 +62,18 @@ def check_fits(backend: TorchBackend, parts: dict[str, float], what: str, worker
 
 def shares_out(shard: str, backend: TorchBackend, workers: int, need: Callable[[int], int], instead: str = "") -> bool:
     """Whether the workers share the model out, by `--shard` (auto, on, off): auto does if the whole model cannot fit.
-    need(n): least memory in bytes of a worker if n share it. Raises UserError where they cannot; instead: what else
-    to do there."""
+    If so, it is printed. need(n): least memory in bytes of a worker if n share it. Raises UserError where they cannot;
+    instead: what else to do there."""
     if shard == "on" and not backend.can_share:
         raise UserError(f"--shard on works on CPUs and GPUs only; leave it out{instead}")
     if shard == "on" and workers == 1:
         raise UserError("--shard on needs several workers; give --num-chips, or leave it out")
     available = backend.memory()
-    if shard == "on" or shard == "off" or workers == 1 or not backend.can_share or available is None:
-        return shard == "on"
-    return _workers_in_one_memory(backend, workers) * need(1) > available
+    may = shard == "auto" and workers > 1 and backend.can_share and available is not None
+    shared = shard == "on" or (may and _workers_in_one_memory(backend, workers) * need(1) > available)
+    if shared:
+        say(f"the {workers} workers share the model out: each holds a part of every weight")
+    return shared
 
 
 def _workers_in_one_memory(backend: TorchBackend, workers: int) -> int:

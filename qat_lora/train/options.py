@@ -152,8 +152,6 @@ class TrainOptions(BatchOptions):
         )
         say(f"an epoch: {len(train)} rows in {len(train) / rows:.1f} updates, {len(train) // workers} for each worker")
         say(memory_line(self.memory(model, length, backend, more, workers if shared else 1), backend))
-        if shared:
-            say(f"the {workers} workers share the model out: each holds a part of every weight, gradient and moment")
-        elif self.shard == "auto" and workers > 1 and backend.can_share and backend.memory() is None:
+        if not shared and self.shard == "auto" and workers > 1 and backend.can_share and backend.memory() is None:
             say("with --shard on: " + memory_line(self.memory(model, length, backend, more, workers), backend))
         return shared

@@ -34,7 +34,7 @@ def test_workers_write_the_bytes_of_one(forks, flags, whole, tmp_path, workers, 
     folder = tmp_path / "cache"
     said, *_ = forks.several("build_kd_cache", *flags, "--shard", shard, "--cache-dir", folder, expect=(0,) * workers)
     assert content(folder) == content(whole)
-    assert ("share the teacher out" in said) == (shard == "on")
+    assert ("share the model out" in said) == (shard == "on")
 
 
 @pytest.mark.parametrize("workers", [1, 3])

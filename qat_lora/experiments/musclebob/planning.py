@@ -62,6 +62,9 @@ def memory_of(
     if sft:
         phases["SFT"] = training(sft.batch_size, row, None)
     if grpo.steps:
+        moments = {"moments": 8 * sum(p.numel() for p in model.parameters() if p.requires_grad) // workers}
+        rows = grpo.batch_size * grpo.group
+        phases["GRPO's answers"] = answer_memory(model, rows, row, backend.bf16, reference | moments)
         phases["GRPO"] = training(grpo.batch_size, together, reference)
     if anchor:
         phases["anchor"] = training(max(grpo.batch_size, sft.batch_size if sft else 0), anchor, reference)
