@@ -58,6 +58,8 @@ def main(cfg: Config) -> None:
     out.mkdir(parents=True, exist_ok=True)
     tokens, _ = stream(cfg.documents(tokenizer), tokenizer)
     tokens = tokens.long()
+    if len(tokens) < (need := (max(cfg.answers, ROWS) + cfg.windows) * WINDOW):
+        raise UserError(f"the text has {len(tokens):,} tokens, {need:,} are needed; lower --answers or --windows")
     edge = len(tokens) - cfg.windows * WINDOW
     rows = tokens[: ROWS * WINDOW].view(-1, 4, WINDOW)
     held = tokens[edge:].view(-1, WINDOW).tolist()
