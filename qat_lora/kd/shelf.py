@@ -41,12 +41,14 @@ class Shelf:
             while self.held and len(self.held) + len(self.fetching) > MOST:
                 spare = (old for old in self.held if not self.needed[old])
                 del self.held[next(spare, next(iter(self.held)))]
+        shard = None
         try:
             shard = self.fetch(name)
-            self.held[name] = shard
             return shard
         finally:
             with self.changed:
+                if shard is not None:
+                    self.held[name] = shard
                 self.fetching.remove(name)
                 self.changed.notify_all()
 
