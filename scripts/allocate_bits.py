@@ -24,7 +24,7 @@ TYPICAL = 1024  # inputs and outputs of a layer, to order quantisers by their si
 @dataclass(frozen=True, kw_only=True)
 class Config(ScriptConfig):
     model: str | None = opt.model(None, "base model [the cache's teacher]")
-    cache_dir: str | None = opt.data(None, "KD cache, made by build_kd_cache.py", "--kd-cache-dir")
+    cache_dir: str | None = opt.data(None, "KD cache (folder or URL), made by build_kd_cache.py", "--kd-cache-dir")
     rows: int = opt.data(4, "training rows of the cache to measure on", at_least=1)
     bits: float | None = opt.quantiser(None, "bits per weight of all layers together", above=0, at_most=16)
     megabytes: float | None = opt.quantiser(None, "size of the whole model instead, in MB", above=0)

@@ -9,7 +9,7 @@ Low-bit students are trained from this cache (train_qat.py, train_recovery_lora.
 teacher. Each position holds the exact probabilities of the --top-k most likely tokens and --draws tokens sampled from
 the rest, which together give an unbiased target: 60 bytes per position at the defaults if token ids fit in 16 bits,
 else 102. You can interrupt it at any moment: the same command resumes and writes exactly the same bytes. With
---num-chips, or on several hosts that share the folder, each worker writes every N-th file.
+--num-chips, or on several hosts that share the folder or write to one bucket, each worker writes every N-th file.
 It shows a progress bar in rows, then prints the size of the cache and the speed in tokens/s.
 caches/README.md lists the files of a cache, docs/qat-recovery.md is the runbook.
 """
@@ -29,7 +29,10 @@ from qat_lora.run.options import WorkerConfig
 class Config(TextOptions, WorkerConfig):
     model: str = opt.model(EMBEDDED, f"the teacher: {CHOICES}")
     cache_dir: str | None = opt.data(
-        None, "folder to write the cache to, e.g. caches/wikitext_L256", "--kd-cache-dir", identity=False
+        None,
+        "folder or URL (gs://, s3://) to write the cache to, e.g. caches/wikitext_L256",
+        "--kd-cache-dir",
+        identity=False,
     )
     top_k: int = opt.data(8, "exact probabilities stored per position", at_least=1)
     draws: int = opt.data(DRAWS, "tail tokens sampled per position", at_least=1)
@@ -66,6 +69,7 @@ from qat_lora.models.compiling import placed
 from qat_lora.models.loading import check_headers, check_length, empty_model, load_config, load_model, model_fingerprint
 from qat_lora.models.packaged import notes
 from qat_lora.models.source import is_hub, planned_name
+from qat_lora.run.buckets import path_of, sizes
 from qat_lora.run.console import command, say, summarise, watched
 from qat_lora.run.files import lock, read_json, write_json
 from qat_lora.run.hosts import agree_on_facts, agree_on_options
@@ -80,14 +84,14 @@ def main(cfg: Config) -> None:
     if not cfg.dry_run:
         return launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
     backend = open_planned(cfg.device, cfg.precision)
-    spec, *_ = read_text(cfg, backend, cache_date(Path(cfg.cache_dir)))
+    spec, *_ = read_text(cfg, backend, cache_date(path_of(cfg.cache_dir)))
     check_folder(cfg, spec, None if is_hub(cfg.model) else model_fingerprint(cfg.model))  # downloads no weights
     shares_teacher(cfg, backend, planned_workers(backend.kind, cfg.num_chips))
 
 
 def work(backend: TorchBackend, cfg: Config) -> None:
     """Build the cache, as each worker does."""
-    group, directory = backend.group, Path(cfg.cache_dir)
+    group, directory = backend.group, path_of(cfg.cache_dir)
     agree_on_options(cfg, group)
     backend.seed(cfg.seed)
     date = group.on_main(lambda: cache_date(directory))
@@ -100,7 +104,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     # Loaded before the folder is made, so that an error leaves none. Frozen, because autocast caches bf16 copies of
     # trainable weights.
     teacher = (load_model if backend.is_main else empty_model)(cfg.model).requires_grad_(False)
-    with lock(directory) if backend.is_main else nullcontext():
+    with lock(directory) if backend.is_main and isinstance(directory, Path) else nullcontext():
         before = group.on_main(lambda: open_cache(directory, spec, mark))
         teacher, started = placed(teacher, backend, shared), time.monotonic()
         counts = write_cache(directory, spec, rows, teacher, backend, cfg.batch_size, facts)
@@ -141,7 +145,7 @@ def read_text(cfg: Config, backend: TorchBackend, date: datetime) -> tuple[Cache
 def check_folder(cfg: Config, spec: CacheSpec, mark: str | None) -> None:
     """Raise UserError if the folder holds another cache, or any that --resume off must not touch. mark: the teacher's
     fingerprint, if it is known."""
-    done = open_cache(Path(cfg.cache_dir), spec, mark, cfg.dataset)
+    done = open_cache(path_of(cfg.cache_dir), spec, mark, cfg.dataset)
     if done and cfg.resume == "off":
         raise UserError(
             f"{cfg.cache_dir} already holds {len(done)} shards; resume with --resume auto, or give another folder"
@@ -176,14 +180,14 @@ def shares_teacher(cfg: Config, backend: TorchBackend, workers: int) -> bool:
 def report(cfg: Config, spec: CacheSpec, before: dict, after: dict, seconds: float) -> None:
     """Add this job's tokens and seconds to summary.json, the only file of a cache that depends on time. before, after:
     the finished shards."""
-    directory = Path(cfg.cache_dir)
+    directory = path_of(cfg.cache_dir)
     path, written = directory / "summary.json", sum(after[name]["rows"] for name in after.keys() - before.keys())
     was = read_json(path) if path.exists() else {}
     if not written:
         say(f"{directory} was complete already; its first figures were:")
     tokens, seconds = was.get("tokens", 0) + written * spec.length, was.get("seconds", 0.0) + seconds * bool(written)
     write_json(path, {"tokens": tokens, "seconds": round(seconds, 1)})
-    size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    size = sum(size for name, size in sizes(directory).items() if name.endswith(".safetensors"))
     say(f"{size / 1e6:.1f} MB; {tokens} tokens in {seconds:.0f} s ({tokens / max(seconds, 1e-9):.0f} tokens/s)")
     if missing := len([*spec.shards()]) - len(after):
         return say(f"stopped: {missing} shards are missing; the same command continues")

@@ -22,7 +22,7 @@ class Config(ScriptConfig):
     qat_run: str | None = opt.model(None, "run directory of train_qat.py")
     recovery_run: str | None = opt.model(None, "run directory of train_recovery_lora.py on that run's best.pt")
     model: str | None = opt.model(None, "the base model of both, if it has moved: a folder, .gguf file or hub name")
-    cache_dir: str | None = opt.data(None, "KD cache of both runs", "--kd-cache-dir")
+    cache_dir: str | None = opt.data(None, "KD cache of both runs, a folder or URL", "--kd-cache-dir")
     rows: int = opt.data(16, "held-out rows to measure", at_least=1)
     prompt: str = opt.data("The most important thing about a dictionary is", "text for every model to continue")
     batch_size: int = opt.run(4, "rows per forward pass", at_least=1)
@@ -52,6 +52,7 @@ from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import freeze
 from qat_lora.quant.student import StudentSpec, bits_per_weight, load_student, megabytes, quantize, read_student
 from qat_lora.rl.completion import check_device, complete
+from qat_lora.run.buckets import BucketPath, path_of
 from qat_lora.run.console import say
 from qat_lora.run.files import check_files, read_json, sha256, write_atomically
 from qat_lora.run.plots import plot_run
@@ -77,7 +78,7 @@ def main(cfg: Config) -> None:
     teacher = load_model(made["model"])
     last = range(max(0, len(heldout) - cfg.rows), len(heldout))  # training runs pick their best state on the first ones
     tokens = torch.stack([heldout[i]["tokens"] for i in last])
-    seconds = stage_seconds(qat, recovery, Path(cfg.cache_dir))
+    seconds = stage_seconds(qat, recovery, path_of(cfg.cache_dir) / "summary.json")
     # BOS is context and not scored; if it is also the EOS, it ends a document and is scored.
     given = None if heldout.spec is None or heldout.spec.bos in (-1, heldout.spec.eos) else heldout.spec.bos
     rows, texts = [], []
@@ -142,8 +143,8 @@ def measure(
     return [ppl, f"{figures['kl']:.3f}", f"{bits_per_weight(model, values):.2f}", f"{megabytes(model, values):.0f}"]
 
 
-def stage_seconds(qat: Path, recovery: Path, cache: Path) -> dict[str, str]:
-    """Seconds that each row's own stage took, from the summary.json of the cache and the runs."""
+def stage_seconds(qat: Path, recovery: Path, cache: Path | BucketPath) -> dict[str, str]:
+    """Seconds that each row's own stage took, from the summary.json of the runs and, if there is one, of the cache."""
     summaries = [read_json(run / "summary.json") for run in (qat, recovery)]
     for run, summary in zip((qat, recovery), summaries):
         if summary.get("status") != "finished":
@@ -151,8 +152,7 @@ def stage_seconds(qat: Path, recovery: Path, cache: Path) -> dict[str, str]:
     stages = summaries[0]["seconds"] | summaries[1]["seconds"]
     names = {"layers": "layer-wise", "qat": "QAT", "recovery": "+ LoRA"}
     seconds = {names[stage]: f"{value:.0f}" for stage, value in stages.items()}
-    summary = cache / "summary.json"
-    return seconds | ({"teacher": f"{read_json(summary)['seconds']:.0f} (cache)"} if summary.exists() else {})
+    return seconds | ({"teacher": f"{read_json(cache)['seconds']:.0f} (cache)"} if cache.exists() else {})
 
 
 def table(rows: list[list[str]]) -> str:

@@ -43,7 +43,10 @@ class Config(TargetOptions, TrainOptions, JobConfig):
     )
     from_scratch: bool = opt.model(False, "start from the base model, the default without --checkpoint", identity=False)
     cache_dir: str | None = opt.data(
-        None, "KD cache, made by build_kd_cache.py with this model's tokenizer", "--kd-cache-dir", identity="cache"
+        None,
+        "KD cache (folder or URL), made by build_kd_cache.py with this model's tokenizer",
+        "--kd-cache-dir",
+        identity="cache",
     )
     mlp: str = opt.quantiser(
         "balanced2/g32",

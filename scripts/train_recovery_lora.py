@@ -53,7 +53,7 @@ class Config(TextOptions, AnchorOptions, TrainOptions, JobConfig):
     mode: Literal["kd", "sft", "recover"] = opt.data(
         "kd", "objective: kd (from a cache), sft (chat rows, loss on completions only) or recover (plain text)"
     )
-    cache_dir: str | None = opt.data(None, "KD cache for --mode kd", "--kd-cache-dir", identity="data")
+    cache_dir: str | None = opt.data(None, "KD cache for --mode kd, a folder or URL", "--kd-cache-dir", identity="data")
     heldout_fraction: float = opt.data(
         0.1, "share of the text held out for evaluation (modes sft and recover)", **opt.HELDOUT
     )

@@ -32,6 +32,7 @@ SLOW = (
     "scripts/test_pipeline", "scripts/test_shard", "scripts/test_cache_workers", "scripts/test_multi",
     "backend/test_xla", "scripts/test_train_cot_sft",
     "scripts/test_run_legal_assistant", "ahead/test_aot", "scripts/test_resuming", "scripts/test_pretrain",
+    "scripts/test_cache_bucket", "kd/test_buckets",
     "scripts/test_bad_input", "scripts/test_moved_models", "scripts/test_bad_run", "scripts/test_measure_perplexity",
     "hosts/test_group", "scripts/test_train_musclebob", "train/test_memory", "scripts/test_train_tinystories",
     "scripts/test_smoke_test", "models/test_zoo_uses", "models/test_zoo_pipeline", "export/test_formats",

@@ -349,8 +349,7 @@ class TorchBackend:
     # -- data ----------------------------------------------------------------------------------------------------
     def prefetch(self, batches: Iterable[dict], depth: int = 2) -> Iterator[dict]:
         """Batches on the device, read ahead by a thread. An exception in the source is raised at its position."""
-        ready: queue.Queue = queue.Queue(depth)
-        stop = threading.Event()
+        ready, stop = queue.Queue(depth), threading.Event()
 
         def work() -> None:
             try:
@@ -370,6 +369,7 @@ class TorchBackend:
                 thread.join(0.001)
 
         thread = threading.Thread(target=work, daemon=True)
+        thread.stop = stop  # what it waits for may look at this, see run.buckets
         thread.start()
         # runs once, at exit at the latest: a thread still inside torch at interpreter shutdown aborts the process
         ended = weakref.finalize(stop, end)

@@ -6,6 +6,7 @@ A shard (safetensors) holds, for n rows of L tokens:
 Training rows are in shard-NNNNN, held-out rows in heldout-NNNNN. The targets are described in kd.targets.
 """
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -23,6 +24,7 @@ from qat_lora.data.packing import Rows
 from qat_lora.errors import UserError
 from qat_lora.hosts.group import SIGTERM, Group
 from qat_lora.kd.targets import teacher_targets
+from qat_lora.run.buckets import BucketPath, Damaged, sizes
 from qat_lora.run.console import say
 from qat_lora.run.files import read_json, sha256, write_atomically, write_json
 from qat_lora.run.resuming import date_of, now
@@ -77,7 +79,7 @@ def token_type(vocab: int) -> torch.dtype:
     return torch.uint16 if vocab <= 2**16 else torch.int32
 
 
-def read_manifest(directory: Path) -> tuple[CacheSpec, dict[str, dict]]:
+def read_manifest(directory: Path | BucketPath) -> tuple[CacheSpec, dict[str, dict]]:
     """A cache's spec and its shards so far ({file: {rows, sha256}}); raises UserError if the manifest is damaged."""
     manifest = read_json(directory / "manifest.json")
     fix = "delete that folder and build it again, or use another --cache-dir"
@@ -108,7 +110,7 @@ def _check_shards(spec: CacheSpec, shards: dict[str, dict]) -> None:
 
 
 def open_cache(
-    directory: Path, spec: CacheSpec, teacher: str | None = None, dataset: str | None = None
+    directory: Path | BucketPath, spec: CacheSpec, teacher: str | None = None, dataset: str | None = None
 ) -> dict[str, dict]:
     """The shards already in `directory` ({file: {rows, sha256}}); raises UserError if it holds another cache.
 
@@ -136,7 +138,7 @@ def open_cache(
     return shards
 
 
-def cache_date(directory: Path) -> datetime:
+def cache_date(directory: Path | BucketPath) -> datetime:
     """The date that chat templates print in the rows of a cache: the date when the cache was started, or the current
     date for a new one. Local time; raises UserError if the manifest is damaged."""
     path = directory / "manifest.json"
@@ -144,7 +146,7 @@ def cache_date(directory: Path) -> datetime:
 
 
 def write_cache(
-    directory: Path, spec: CacheSpec, rows: dict[str, Rows], teacher: nn.Module, backend: TorchBackend,
+    directory: Path | BucketPath, spec: CacheSpec, rows: dict[str, Rows], teacher: nn.Module, backend: TorchBackend,
     batch_size: int, facts: dict | None = None,
 ) -> Iterator[int]:  # fmt: skip
     """Write the missing shards, each worker one file at a time; yields the number of rows done by all after every
@@ -152,13 +154,16 @@ def write_cache(
 
     rows: {"train": Rows, "heldout": Rows}. If the processes are killed at any point, the next call writes the missing
     or damaged shards. On any number of workers the result is the same byte for byte. Only one job may write: hold
-    run.files.lock(directory). facts: stored in the manifest, e.g. the date that a chat template prints.
+    run.files.lock(directory) (a bucket has no lock). facts: stored in the manifest, e.g. the date that a chat template
+    prints.
     """
     group, shards = backend.group, {name: (split, numbers) for name, split, numbers in spec.shards()}
     mark = group.on_main(lambda: getattr(teacher, "fingerprint", None))
     done = group.on_main(lambda: open_cache(directory, spec, mark))
-    missing = group.on_main(lambda: [n for n in shards if n not in done or not _is_whole(directory / n, done[n])])
+    missing = group.on_main(lambda: _missing(directory, spec, done))
     manifest = {"format": FORMAT, "spec": asdict(spec), "teacher_fingerprint": mark, **(facts or {})}
+    if missing and isinstance(directory, BucketPath):  # fails now if the bucket cannot be written
+        group.on_main(lambda: _write_manifest(directory, manifest, done, shards))
     yield from (len(numbers) for name, (_, numbers) in shards.items() if name not in missing)
     for first in range(0, len(missing), group.world_size):
         turn = missing[first : first + group.world_size]  # each worker writes one of them
@@ -176,10 +181,12 @@ def write_cache(
                 tokens = torch.zeros(batch_size, spec.length, dtype=torch.long)
                 teacher_pass(teacher, backend, tokens, spec.k, torch.zeros(*tokens.shape, spec.draws))
             yield sum(len(range(length)[at : at + batch_size]) for length in lengths)
+        total = None
         if name:
-            shard = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
-            write_atomically(directory / name, lambda file, shard=shard: file.write(save(shard)))
-        sums = group.gather(sha256(directory / name) if name else None)
+            content = save({key: torch.cat([part[key] for part in parts]) for key in parts[0]})
+            write_atomically(directory / name, lambda file, content=content: file.write(content))
+            total = hashlib.sha256(content).hexdigest()
+        sums = group.gather(total)
         group.on_main(partial(_record, directory, manifest, done, dict(zip(turn, sums)), shards, group))
 
 
@@ -191,15 +198,26 @@ def _record(directory: Path, manifest: dict, done: dict, sums: dict[str, str], s
                 f"{directory / name} of {group.name(rank)} is not here; give a --cache-dir that all hosts share"
             )
         done[name] = {"rows": len(shards[name][1]), "sha256": total}
+    _write_manifest(directory, manifest, done, shards)
+
+
+def _write_manifest(directory: Path, manifest: dict, done: dict, shards: dict) -> None:
     write_json(directory / "manifest.json", manifest | {"shards": {n: done[n] for n in shards if n in done}})
 
 
-def _is_whole(path: Path, entry: dict) -> bool:
-    """Whether a shard has the checksum in the manifest; if not, logs that it is written again."""
-    if path.is_file() and sha256(path) == entry["sha256"]:
-        return True
-    say(f"{path} is {'damaged' if path.exists() else 'missing'}; writing it again")
-    return False
+def _missing(directory: Path, spec: CacheSpec, done: dict) -> list[str]:
+    """The shards to write. Says which of those in the manifest are written again: they lack its checksum or, in a
+    bucket, where a check would take a download, are too short."""
+    there = sizes(directory) if done else {}
+
+    def is_whole(name: str, rows: range) -> bool:
+        path, least = directory / name, len(rows) * spec.length * spec.bytes_per_position
+        if name in there and (sha256(path) == done[name]["sha256"] if isinstance(path, Path) else there[name] > least):
+            return True
+        say(f"{path} is {'damaged' if name in there else 'missing'}; writing it again")
+        return False
+
+    return [name for name, _, rows in spec.shards() if name not in done or not is_whole(name, rows)]
 
 
 def _targets(teacher, backend, tokens: Tensor, start: int, split: str, spec: CacheSpec, batch_size: int) -> dict:
@@ -239,11 +257,17 @@ def _uniforms(spec: CacheSpec, split: str, row: int) -> Tensor:
     return torch.from_numpy(points.clip(max=np.nextafter(np.float32(1), np.float32(0))))  # a sum may round up to 1
 
 
-def read_shard(directory: Path, name: str, expected: dict) -> dict[str, Tensor]:
+def read_shard(directory: Path | BucketPath, name: str, expected: dict) -> dict[str, Tensor]:
     """A shard's tensors; raises UserError naming the file if it is missing or fails the manifest's checksum."""
-    path = directory / name
-    if not path.is_file():
-        raise UserError(f"cache shard {path} is missing; run build_kd_cache.py again with the same flags")
-    if sha256(path) != expected["sha256"]:
-        raise UserError(f"cache shard {path} is damaged (checksum); run build_kd_cache.py again with the same flags")
-    return load_file(path)
+    path, fix = directory / name, "run build_kd_cache.py again with the same flags"
+    try:
+        if isinstance(path, BucketPath):
+            with path.copied(expected["sha256"]) as copy:
+                return load_file(copy)  # memory-mapped, so its space is freed with the tensors
+        if path.is_file() and sha256(path) != expected["sha256"]:
+            raise UserError(f"cache shard {path} is damaged (checksum); {fix}")
+        return load_file(path)
+    except Damaged:
+        raise UserError(f"cache shard {path} is damaged (checksum); delete it and {fix}") from None
+    except (FileNotFoundError, IsADirectoryError):
+        raise UserError(f"cache shard {path} is missing; {fix}") from None

@@ -2,18 +2,23 @@
 
 import hashlib
 import re
+from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from qat_lora.data.batches import SameRows, epoch_order
+from qat_lora.data.batches import SameRows, epoch_order, order_by_file
 from qat_lora.data.packing import tokenizer_fingerprint
 from qat_lora.errors import UserError
 from qat_lora.kd import DRAWS
 from qat_lora.kd.cache import PREFIX, CacheSpec, read_manifest, read_shard
+from qat_lora.kd.shelf import WINDOW, Shelf
 from qat_lora.models.loading import EMBEDDED, load_config
+from qat_lora.run.buckets import BucketPath, path_of
 from qat_lora.run.console import command
 
 
@@ -26,8 +31,9 @@ class KDCacheDataset(Dataset):
     them are dropped and the rest renormalised to a distribution over the shared ids; a position that loses all its
     targets is masked.
 
-    split: "train" or "heldout". preload: read every shard now; otherwise each is read, and its checksum verified, on
-    first use. Shards are memory-mapped, so that the workers of a host share one copy.
+    cache_dir: a folder, or the URL of one in a bucket, of which kd.shelf holds some shards at a time.
+    split: "train" or "heldout". preload: read every shard of a folder now; otherwise each is read, and its checksum
+    verified, on first use. Shards are memory-mapped, so that the workers of a host share one copy.
     rank, world_size: for custom loops. Worker k gets files k, k+W, … if that drops fewer than W rows, otherwise
     examples k, k+W, …; every worker has the same number of items. The project's own training drops none: every worker
     opens the whole cache, and data.batches distributes the rows of each update.
@@ -47,7 +53,7 @@ class KDCacheDataset(Dataset):
         tokenizer: str | None = None,
         vocab: int | None = None,
     ):
-        self.directory, self.vocab = Path(cache_dir), vocab
+        self.directory, self.vocab = path_of(cache_dir), vocab
         self.spec, shards = _manifest(self.directory, tokenizer)
         self.shards = {name: entry for name, entry in shards.items() if name.startswith(PREFIX[split])}
         if not self.shards:
@@ -55,8 +61,8 @@ class KDCacheDataset(Dataset):
         self.loaded: dict[str, dict[str, Tensor]] = {}
         self.items = self._own_items(rank, world_size)
         if seed is not None:
-            self.items = [self.items[i] for i in epoch_order(seed, 0, len(self.items))]
-        if preload:
+            self.items = [self.items[i] for i in self.epoch_order(seed, 0)]
+        if preload and isinstance(self.directory, Path):
             for name, _ in self.items:
                 self._shard(name)
 
@@ -68,7 +74,14 @@ class KDCacheDataset(Dataset):
             shares = [every[worker::world_size] for worker in range(world_size)]
         return shares[rank][: min(map(len, shares))]
 
+    @cached_property
+    def shelf(self) -> Shelf:
+        """What this process holds of a cache in a bucket."""
+        return Shelf(lambda name: read_shard(self.directory, name, self.shards[name]), len({n for n, _ in self.items}))
+
     def _shard(self, name: str) -> dict[str, Tensor]:
+        if not isinstance(self.directory, Path):
+            return self.shelf.get(name)
         if name not in self.loaded:
             self.loaded[name] = read_shard(self.directory, name, self.shards[name])
         return self.loaded[name]
@@ -83,6 +96,18 @@ class KDCacheDataset(Dataset):
         """Fingerprint of the cache's text and targets, for a run's manifest."""
         sums = "".join(entry["sha256"] for entry in self.shards.values())
         return hashlib.sha256(sums.encode()).hexdigest()[:16]
+
+    def epoch_order(self, seed: int, epoch: int) -> Tensor:
+        """The order of the items in an epoch: random, but with more than WINDOW shards, those of WINDOW at a time."""
+        if len(self.shards) <= WINDOW:
+            return epoch_order(seed, epoch, len(self))
+        numbers = {name: number for number, name in enumerate(self.shards)}
+        return order_by_file(seed, epoch, np.array([numbers[name] for name, _ in self.items]), WINDOW)
+
+    def read_ahead(self, updates: Iterator[list[int]]) -> Iterator[list[int]]:
+        """The items of each update, while the shards of the next ones are fetched from a bucket."""
+        local = isinstance(self.directory, Path)
+        return updates if local else self.shelf.ahead(updates, lambda i: self.items[i][0])
 
     @property
     def _clips(self) -> bool:
@@ -126,8 +151,8 @@ def open_split(cache_dir: str, split: str, model: str, tokenizer) -> KDCacheData
 
 def teacher_of(cache_dir: str) -> str:
     """The name of the model that made a cache; of the embedded one if the cache does not exist yet."""
-    made = (Path(cache_dir) / "manifest.json").exists()
-    return read_manifest(Path(cache_dir))[0].teacher if made else EMBEDDED
+    made = (path_of(cache_dir) / "manifest.json").exists()
+    return read_manifest(path_of(cache_dir))[0].teacher if made else EMBEDDED
 
 
 def planned_rows(cache_dir: str, count: int) -> SameRows:
@@ -136,10 +161,10 @@ def planned_rows(cache_dir: str, count: int) -> SameRows:
 
     Raises UserError if the name does not tell them.
     """
-    if (Path(cache_dir) / "manifest.json").exists():
-        spec, _ = read_manifest(Path(cache_dir))
+    if (path_of(cache_dir) / "manifest.json").exists():
+        spec, _ = read_manifest(path_of(cache_dir))
         length, width = spec.length, spec.k + spec.draws
-    elif match := re.search(r"_L(\d+)_K(\d+)", Path(cache_dir).name):
+    elif match := re.search(r"_L(\d+)_K(\d+)", path_of(cache_dir).name):
         length, width = int(match[1]), int(match[2]) + DRAWS
     else:
         raise UserError(
@@ -190,14 +215,14 @@ def clipped(item: dict[str, Tensor], k: int, vocab: int) -> dict[str, Tensor]:
     }
 
 
-def check_built(directory: str | Path, model: str | None = None) -> None:
+def check_built(directory: str | Path | BucketPath, model: str | None = None) -> None:
     """Raise UserError, with the command that builds a cache for `model`, if there is none."""
-    if not Path(directory, "manifest.json").exists():
+    if not (path_of(directory) / "manifest.json").exists():
         build = command("build_kd_cache", model=model, dataset="TEXT", cache_dir=directory)
         raise UserError(f"cache {directory} has no manifest.json; build it with {build}")
 
 
-def _manifest(directory: Path, tokenizer: str | None) -> tuple[CacheSpec, dict]:
+def _manifest(directory: Path | BucketPath, tokenizer: str | None) -> tuple[CacheSpec, dict]:
     check_built(directory)
     spec, shards = read_manifest(directory)
     if tokenizer not in (None, spec.tokenizer):

@@ -18,7 +18,9 @@ class AnchorOptions(RunConfig):
     """A KL to the original model's cached predictions on general text, against forgetting."""
 
     anchor_cache: str | None = opt.training(
-        None, "KD cache of general text: also stay close to its teacher's predictions", identity="anchor"
+        None,
+        "KD cache of general text (folder or URL): also stay close to its teacher's predictions",
+        identity="anchor",
     )
     anchor_weight: float = opt.training(0.1, "weight of the KL to --anchor-cache", **opt.WEIGHT)
 

@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -60,6 +61,10 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
 
     Raises UserError with the path if it cannot be written (a full disk, no permission).
     """
+    if not isinstance(path, Path):  # in a bucket, see run.buckets: no rename is needed
+        content = BytesIO()
+        write(content)
+        return path.write_bytes(content.getvalue())
     part = path.with_name(path.name + ".part")
     try:
         with writing(path):
@@ -136,6 +141,8 @@ def read_json(path: Path) -> dict:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; restore it, or check the path") from None
+    except UserError:
+        raise
     except (ValueError, OSError) as error:
         raise UserError(f"{path} is damaged ({error}); restore it from a copy, or create it again") from error
     if not isinstance(content, dict):

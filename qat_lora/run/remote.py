@@ -16,6 +16,10 @@ LAST = "meta.json"  # written last: a checkpoint without it is incomplete
 CLOUDS = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "az": "adlfs", "abfs": "adlfs"}
 
 
+class Missing(UserError, FileNotFoundError):
+    """No file or folder at a URL."""
+
+
 @contextmanager
 def opened(url: str) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
     """Yield (file system, path in it) for a folder or URL. Any error in the block becomes a UserError with the URL."""
@@ -28,7 +32,7 @@ def opened(url: str) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
         fix = f"pip install {CLOUDS[protocol]}" if protocol in CLOUDS else first_line(error)
         raise UserError(f"{url}: the package for {protocol}:// is missing; {fix}, or use a folder") from error
     except FileNotFoundError:
-        raise UserError(f"{url}: no such file or folder; check the address") from None
+        raise Missing(f"{url}: no such file or folder; check the address") from None
     except BaseException as error:  # each cloud package has its own exceptions
         full = isinstance(error, OSError) and error.errno in FULL_DISK
         fix = "free some space there" if full else "check the address and your permissions there"

@@ -65,6 +65,7 @@ class Forks:
     """Starts scripts in processes forked from the server. folder: for their outputs."""
 
     def __init__(self, folder: Path):
+        self.env: dict[str, str] = {}  # more variables of every script
         self.folder, self.context = folder, multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(IMPORTS)
 
@@ -92,7 +93,7 @@ class Forks:
     def _start(self, script: str, flags: tuple, death: tuple | None, env: dict[str, str]) -> tuple:
         said = self.folder / f"{len(list(self.folder.iterdir()))}.txt"
         said.touch()
-        arguments = script, list(map(str, flags)), str(said), death, env
+        arguments = script, list(map(str, flags)), str(said), death, self.env | env
         process = self.context.Process(target=play, args=arguments)
         process.start()
         return process, said
