@@ -69,9 +69,9 @@ from qat_lora.models.compiling import placed
 from qat_lora.models.loading import check_headers, check_length, empty_model, load_config, load_model, model_fingerprint
 from qat_lora.models.packaged import notes
 from qat_lora.models.source import is_hub, planned_name
-from qat_lora.run.buckets import path_of, sizes
+from qat_lora.run.buckets import path_of, put, sizes
 from qat_lora.run.console import command, say, summarise, watched
-from qat_lora.run.files import lock, read_json, write_json
+from qat_lora.run.files import as_json, lock, read_json
 from qat_lora.run.hosts import agree_on_facts, agree_on_options
 from qat_lora.train.language_memory import evaluation_memory, least_teacher_memory, loading_memory, sizes_of
 from qat_lora.train.memory import Parts, check_fits, logits_memory, memory_line, shares_out
@@ -81,26 +81,28 @@ from qat_lora.train.memory import Parts, check_fits, logits_memory, memory_line,
 def main(cfg: Config) -> None:
     if not cfg.cache_dir:
         raise UserError("--cache-dir is missing; give the folder to write, e.g. --cache-dir caches/wikitext_L256")
-    if not cfg.dry_run:
-        return launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
-    backend = open_planned(cfg.device, cfg.precision)
-    spec, *_ = read_text(cfg, backend, cache_date(path_of(cfg.cache_dir)))
-    check_folder(cfg, spec, None if is_hub(cfg.model) else model_fingerprint(cfg.model))  # downloads no weights
-    shares_teacher(cfg, backend, planned_workers(backend.kind, cfg.num_chips))
+    if cfg.dry_run:
+        return work(open_planned(cfg.device, cfg.precision), cfg)
+    launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
 
 
 def work(backend: TorchBackend, cfg: Config) -> None:
     """Build the cache, as each worker does."""
     group, directory = backend.group, path_of(cfg.cache_dir)
+    workers = planned_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size
     agree_on_options(cfg, group)
     backend.seed(cfg.seed)
     date = group.on_main(lambda: cache_date(directory))
     with group.main_first():
         spec, rows, facts = read_text(cfg, backend, date)
     agree_on_facts(cfg, {"text": spec.text, "tokenizer": spec.tokenizer, "precision": spec.precision}, group)
-    mark = group.on_main(lambda: model_fingerprint(cfg.model))
+    known = not cfg.dry_run or not is_hub(cfg.model)  # a dry run downloads no weights
+    mark = group.on_main(lambda: model_fingerprint(cfg.model) if known else None)
     group.on_main(lambda: check_folder(cfg, spec, mark))
-    shared = shares_teacher(cfg, backend, backend.world_size)
+    shared = shares_teacher(cfg, backend, workers)
+    if cfg.dry_run:
+        return
+
     # Loaded before the folder is made, so that an error leaves none. Frozen, because autocast caches bf16 copies of
     # trainable weights.
     teacher = (load_model if backend.is_main else empty_model)(cfg.model).requires_grad_(False)
@@ -158,8 +160,8 @@ def memory(cfg: Config, teacher: nn.Module, backend: TorchBackend, workers: int 
     more = {"draws": 3 * 4 * cfg.draws * positions}
     if backend.static_shapes:  # the logits that are compared are in fp32, twice as large
         more["top K"] = logits_memory(positions, len(teacher.get_output_embeddings().weight), backend.bf16)
-    sizes = cfg.batch_size, cfg.length, backend.bf16
-    a_pass = evaluation_memory(teacher, *sizes, compiled=backend.static_shapes, workers=workers)
+    batch = cfg.batch_size, cfg.length, backend.bf16
+    a_pass = evaluation_memory(teacher, *batch, compiled=backend.static_shapes, workers=workers)
     return {"loading": loading_memory(teacher), "a teacher pass": a_pass | more}
 
 
@@ -182,15 +184,17 @@ def report(cfg: Config, spec: CacheSpec, before: dict, after: dict, seconds: flo
     the finished shards."""
     directory = path_of(cfg.cache_dir)
     path, written = directory / "summary.json", sum(after[name]["rows"] for name in after.keys() - before.keys())
+    count = len([*spec.shards()])
     was = read_json(path) if path.exists() else {}
-    if not written:
+    if not written and len(after) == count:
         say(f"{directory} was complete already; its first figures were:")
     tokens, seconds = was.get("tokens", 0) + written * spec.length, was.get("seconds", 0.0) + seconds * bool(written)
-    write_json(path, {"tokens": tokens, "seconds": round(seconds, 1)})
+    if written:
+        put(path, as_json({"tokens": tokens, "seconds": round(seconds, 1)}))
     size = sum(size for name, size in sizes(directory).items() if name.endswith(".safetensors"))
     say(f"{size / 1e6:.1f} MB; {tokens} tokens in {seconds:.0f} s ({tokens / max(seconds, 1e-9):.0f} tokens/s)")
-    if missing := len([*spec.shards()]) - len(after):
-        return say(f"stopped: {missing} shards are missing; the same command continues")
+    if len(after) < count:
+        return say(f"stopped: {count - len(after)} of {count} shards are missing; run the same command to resume")
     model = None if cfg.model == EMBEDDED else cfg.model
     summarise({"cache": directory}, [], command("train_qat", model=model, config="q2_g64", cache_dir=directory))
 

@@ -147,8 +147,7 @@ STILL = 1e-12  # learning rate of the control run that must not learn
 
 # -- the experiment --------------------------------------------------------------------------------------------------
 def main(cfg: Config) -> None:
-    cfg = shortened(cfg) if cfg.quick else cfg
-    check(cfg)
+    check(shortened(cfg, cfg.num_chips or 1) if cfg.quick else cfg)
     if cfg.dry_run:
         return work(open_planned(cfg.device, cfg.precision), cfg)
     launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
@@ -156,8 +155,9 @@ def main(cfg: Config) -> None:
 
 def work(backend: TorchBackend, cfg: Config) -> None:
     """The experiment, as each worker runs it."""
-    cfg, group = prepare(NAME, cfg, backend.group), backend.group
     workers = planned_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size
+    cfg, group = shortened(cfg, workers) if cfg.quick else cfg, backend.group
+    cfg = prepare(NAME, cfg, group)
     check_updates(cfg, workers)
     tokenizer = cfg.tokenizer(cfg.model, begun(NAME, cfg, group))
     check_template(tokenizer)
@@ -262,8 +262,8 @@ def reinforce(
         update.record(**rollouts.metrics, grad_norm=norm)
 
 
-def shortened(cfg: Config) -> Config:
-    few = max(8, cfg.update_facts(cfg.num_chips or 1)["rows_per_update"])
+def shortened(cfg: Config, workers: int) -> Config:
+    few = max(8, cfg.update_facts(workers)["rows_per_update"])
     return dataclasses.replace(
         cfg, num_samples=few, epochs=1, sft_epochs=1, sft_batch_size=min(few, cfg.sft_batch_size),
         validation_samples=1,
@@ -298,8 +298,8 @@ def check_updates(cfg: Config, workers: int) -> None:
         )
     if has_sft(cfg) and cfg.sft_batch_size % workers:
         raise UserError(
-            f"--sft-batch-size {cfg.sft_batch_size} cannot be shared out over {workers} workers; give a multiple of "
-            "that number"
+            f"--sft-batch-size {cfg.sft_batch_size} does not divide by {workers} workers; give a multiple of that "
+            "number"
         )
 
 

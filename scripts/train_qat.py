@@ -11,7 +11,7 @@ build_kd_cache.py made, so no update runs the teacher.
 Stages: initial scales (--init rtn, mse or gptq) → layer by layer (--layer-steps updates per block) → end to end
 (--max-steps).
 metrics.jsonl: every --log-every updates loss (cross-entropy against the targets), kl (loss minus the teacher's entropy:
-without --text-weight the remaining gap to the teacher), grad_norm before clipping, lr, tokens, tokens_per_s; at every
+the remaining gap to the teacher; not with --text-weight), grad_norm before clipping, lr, tokens, tokens_per_s; at every
 evaluation heldout_kl and heldout_ppl.
 The student with the lowest held-out KL is best.pt: packed codes and scales, for train_recovery_lora.py,
 measure_perplexity.py, run_inference.py and export_model.py. docs/qat-recovery.md is the runbook.
@@ -65,8 +65,8 @@ class Config(TargetOptions, TrainOptions, JobConfig):
     )
     text_weight: float = opt.training(
         0.0,
-        "share of the text's own next token in the targets, beside the teacher's: suits the student to this kind of "
-        "text, at the expense of others",
+        "weight of the text's own next token in the targets; the teacher gets the rest. Fits the student to this kind "
+        "of text, at the expense of others",
         at_least=0, below=1, fix="use e.g. 0.1",
     )  # fmt: skip
     layer_steps: int = opt.training(0, "updates per block of the layer-wise stage; 0 skips the stage", **opt.UPDATES)
@@ -178,7 +178,8 @@ def end_to_end(
             with backend.autocast():
                 loss = kd_loss(student, batch, text_weight)
             backend.backward(loss)
-            update.add(loss=Share(loss), kl=Share(loss - target_entropy(batch)), tokens=Total(tokens_of(batch)))
+            gap = {} if text_weight else {"kl": Share(loss - target_entropy(batch))}
+            update.add(loss=Share(loss), tokens=Total(tokens_of(batch)), **gap)
         norm = update.step()  # reduces over workers, clips, steps
         update.record(grad_norm=norm)
 

@@ -18,23 +18,24 @@ def epoch_order(seed: int, epoch: int, count: int) -> Tensor:
 
 
 def order_by_file(seed: int, epoch: int, files: np.ndarray, window: int) -> Tensor:
-    """The order of rows in one epoch, if not all their files can be at hand: the files are taken in random order,
-    `window` at a time, and the rows of those are shuffled. files: the number of each row's file, from 0 on."""
+    """The order of rows in one epoch when only some files can be local: files in random order, `window` at a time, with
+    the rows of each window shuffled. files [rows]: each row's file number, from 0."""
     random = np.random.default_rng([seed, epoch])
     turns = random.permutation(files.max() + 1)[files] // window
     return torch.from_numpy(np.lexsort((random.random(len(files)), turns)))
 
 
-def seed_of(seed: int, place: int) -> int:
-    """A seed for the draws of one batch: independent of those of other places and of how many draws they take."""
-    return int(np.random.default_rng([seed, place]).integers(2**63))
+def seed_of(seed: int, index: int) -> int:
+    """A seed for the draws of batch number `index`: independent of other batches and of how many draws they take."""
+    return int(np.random.default_rng([seed, index]).integers(2**63))
 
 
 def chosen_rows(
     seed: int, count: int, rows: int, start: int = 0, order: Callable[[int, int], Tensor] | None = None
 ) -> Iterator[list[int]]:
     """Iterate endlessly over the row numbers of each update, from update number `start` on: the orders of all epochs of
-    `count` rows are concatenated, and each update takes the next `rows` of them. order(seed, epoch) [epoch_order]."""
+    `count` rows are concatenated, and each update takes the next `rows` of them. order(seed, epoch): the rows of an
+    epoch; by default `epoch_order`."""
     order = order or partial(epoch_order, count=count)
     orders: dict[int, np.ndarray] = {}  # lists of int would take five times as much memory
     for update in range(start, 2**63):
@@ -48,7 +49,7 @@ def batches(
     dataset: Dataset, batch_size: int, accumulation: int, seed: int, start: int = 0, rank: int = 0, world_size: int = 1,
     updates: int | None = None,
 ) -> Iterator[dict]:  # fmt: skip
-    """Iterate over this worker's micro-batches of `updates` updates [endlessly] from update number `start` on.
+    """Iterate over this worker's micro-batches of `updates` updates (None: endlessly) from update number `start` on.
 
     Each update takes the next batch_size · accumulation · world_size rows of `chosen_rows`: every row once per epoch,
     even if the numbers do not divide, and the same rows per update for any number of workers. dataset[i] is a dict of

@@ -22,11 +22,11 @@ from qat_lora.backend import TorchBackend
 from qat_lora.backend.sharding import shards_of
 from qat_lora.data.packing import Rows
 from qat_lora.errors import UserError
-from qat_lora.hosts.group import SIGTERM, Group
+from qat_lora.hosts.group import SIGTERM, notice_sigterm
 from qat_lora.kd.targets import teacher_targets
-from qat_lora.run.buckets import BucketPath, Damaged, sizes
+from qat_lora.run.buckets import BucketPath, Damaged, put, sizes
 from qat_lora.run.console import say
-from qat_lora.run.files import read_json, sha256, write_atomically, write_json
+from qat_lora.run.files import as_json, read_json, sha256
 from qat_lora.run.resuming import date_of, now
 
 FORMAT = "qat_lora.kd.4"
@@ -155,15 +155,31 @@ def write_cache(
     rows: {"train": Rows, "heldout": Rows}. If the processes are killed at any point, the next call writes the missing
     or damaged shards. On any number of workers the result is the same byte for byte. Only one job may write: hold
     run.files.lock(directory) (a bucket has no lock). facts: stored in the manifest, e.g. the date that a chat template
-    prints.
+    prints. Raises UserError if the teacher gives NaN, or worker 0 does not see what another worker wrote.
     """
+    notice_sigterm()
     group, shards = backend.group, {name: (split, numbers) for name, split, numbers in spec.shards()}
-    mark = group.on_main(lambda: getattr(teacher, "fingerprint", None))
-    done = group.on_main(lambda: open_cache(directory, spec, mark))
-    missing = group.on_main(lambda: _missing(directory, spec, done))
-    manifest = {"format": FORMAT, "spec": asdict(spec), "teacher_fingerprint": mark, **(facts or {})}
-    if missing and isinstance(directory, BucketPath):  # fails now if the bucket cannot be written
-        group.on_main(lambda: _write_manifest(directory, manifest, done, shards))
+    fingerprint, done = getattr(teacher, "fingerprint", None), {}
+    manifest = {"format": FORMAT, "spec": asdict(spec), "teacher_fingerprint": fingerprint, **(facts or {})}
+
+    def record(sums: dict[str, str]) -> None:
+        """Add files, {name: checksum} in the order of the workers that wrote them, to the manifest."""
+        for rank, (name, checksum) in enumerate(sums.items()):
+            if not (directory / name).is_file():
+                raise UserError(
+                    f"{directory / name} of {group.name(rank)} is not here; give a --cache-dir that all hosts share"
+                )
+            done[name] = {"rows": len(shards[name][1]), "sha256": checksum}
+        put(directory / "manifest.json", as_json(manifest | {"shards": {n: done[n] for n in shards if n in done}}))
+
+    def unfinished() -> list[str]:
+        done.update(open_cache(directory, spec, fingerprint))
+        missing = _missing(directory, spec, done)
+        if missing and isinstance(directory, BucketPath):  # fails now if the bucket cannot be written
+            record({})
+        return missing
+
+    missing = group.on_main(unfinished)
     yield from (len(numbers) for name, (_, numbers) in shards.items() if name not in missing)
     for first in range(0, len(missing), group.world_size):
         turn = missing[first : first + group.world_size]  # each worker writes one of them
@@ -181,33 +197,18 @@ def write_cache(
                 tokens = torch.zeros(batch_size, spec.length, dtype=torch.long)
                 teacher_pass(teacher, backend, tokens, spec.k, torch.zeros(*tokens.shape, spec.draws))
             yield sum(len(range(length)[at : at + batch_size]) for length in lengths)
-        total = None
+        checksum = None
         if name:
             content = save({key: torch.cat([part[key] for part in parts]) for key in parts[0]})
-            write_atomically(directory / name, lambda file, content=content: file.write(content))
-            total = hashlib.sha256(content).hexdigest()
-        sums = group.gather(total)
-        group.on_main(partial(_record, directory, manifest, done, dict(zip(turn, sums)), shards, group))
-
-
-def _record(directory: Path, manifest: dict, done: dict, sums: dict[str, str], shards: dict, group: Group) -> None:
-    """Add the files of a turn, {name: checksum} in the order of the workers that wrote them, to the manifest."""
-    for rank, (name, total) in enumerate(sums.items()):
-        if not (directory / name).is_file():
-            raise UserError(
-                f"{directory / name} of {group.name(rank)} is not here; give a --cache-dir that all hosts share"
-            )
-        done[name] = {"rows": len(shards[name][1]), "sha256": total}
-    _write_manifest(directory, manifest, done, shards)
-
-
-def _write_manifest(directory: Path, manifest: dict, done: dict, shards: dict) -> None:
-    write_json(directory / "manifest.json", manifest | {"shards": {n: done[n] for n in shards if n in done}})
+            put(directory / name, content)
+            checksum = hashlib.sha256(content).hexdigest()
+        sums = dict(zip(turn, group.gather(checksum)))
+        group.on_main(partial(record, sums))
 
 
 def _missing(directory: Path, spec: CacheSpec, done: dict) -> list[str]:
-    """The shards to write. Says which of those in the manifest are written again: they lack its checksum or, in a
-    bucket, where a check would take a download, are too short."""
+    """The shards to write. Says which of those in the manifest must be written again: in a folder, if the checksum
+    differs; in a bucket, where that would take a download, if the file is too short."""
     there = sizes(directory) if done else {}
 
     def is_whole(name: str, rows: range) -> bool:

@@ -12,7 +12,7 @@ from qat_lora.run.buckets import POLL, check_wanted
 
 WINDOW = 64  # shards that an epoch mixes the rows of, if a split has more, see data.batches.order_by_file
 MOST = 2 * WINDOW  # shards of a split on this machine's disk: those of two windows
-RETRY = 5.0  # seconds after a failure to read ahead
+RETRY = 5.0  # seconds to wait after a failed read-ahead
 
 Shard = dict[str, Tensor]
 
@@ -67,7 +67,8 @@ class Shelf:
         ended = weakref.finalize(stop, end)  # runs once, at exit at the latest; see TorchBackend.prefetch
         try:
             while True:
-                while len(self.needed) < min(MOST, self.count) and (rows := next(updates, None)):
+                most = min(MOST, self.count)
+                while (not coming or len(self.needed) < most) and (rows := next(updates, None)):
                     names = list(dict.fromkeys(map(name_of, rows)))
                     coming.append((rows, names))
                     self._need(names, 1)

@@ -14,15 +14,15 @@ from qat_lora.train.losses import kept, log_probs_at, sparse_loss
 
 def kd_loss(model: nn.Module, batch: dict[str, Tensor], text_weight: float = 0.0) -> Tensor:
     """Cross-entropy against the cached teacher targets of a batch of KDCacheDataset items, see `sparse_loss`.
-    text_weight: the share of the text's own next token in the targets."""
+    text_weight: of the text's own next token in the targets."""
     hidden = hidden_states(model, batch["tokens"])
     index, prob = with_text(batch, text_weight) if text_weight else (batch["index"], batch["prob"])
     return sparse_loss(hidden, head_of(model), index, prob, batch["mask"], batch.get("total"))
 
 
 def with_text(batch: dict[str, Tensor], share: float) -> tuple[Tensor, Tensor]:
-    """index, prob [B, L, J + 1]: the teacher's J targets, and a `share` for the token that follows in the text. It is
-    unknown in the last position, which keeps the teacher's."""
+    """index, prob [B, L, J + 1]: the teacher's J targets, and a `share` for the token that follows in the text. In the
+    last position that token is unknown, so the teacher keeps all the weight."""
     tokens, index, prob = (batch[name] for name in ("tokens", "index", "prob"))
     last = torch.arange(tokens.shape[1], device=tokens.device) == tokens.shape[1] - 1
     given = torch.where(last, 0.0, share).to(prob.dtype).expand(tokens.shape).unsqueeze(2)

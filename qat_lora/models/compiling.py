@@ -12,8 +12,9 @@ from qat_lora.models.architecture import decoder, decoder_layers, unwrap
 
 
 def placed(model: nn.Module, backend: TorchBackend, shared: bool) -> nn.Module:
-    """Place a model, with its blocks shared out over the workers if it is `shared`."""
-    if not shared:
+    """Place a model, with its blocks shared out over the workers if it is `shared` for one of them: hosts may have
+    different amounts of memory."""
+    if not any(backend.group.gather(shared)):
         return backend.place(model)
     place_shards(backend, unwrap(model), decoder(model), decoder_layers(model))
     return model

@@ -92,13 +92,14 @@ def roll_out(
             done = rollout(model, prompts[-1], plan.group, plan.length, plan.sampling, plan.ends, backend)
             completions.append(done)
             judged.append(judge_all(judge, batch["number"].tolist(), done, backend))
-    everyone = backend.group.gather((judged, seeds[0]))
-    every = [group for turn in zip(*(theirs for theirs, _ in everyone)) for micro in turn for group in micro]
+    gathered = backend.group.gather((judged, seeds[0]))
+    micro_batches = [micro for turn in zip(*(theirs for theirs, _ in gathered)) for micro in turn]
+    every = [group for micro in micro_batches for group in micro]
     reward = torch.tensor([[reward for reward, _ in group] for group in every])
     logged = [figures for group in every for _, figures in group]
     advantages, informative = group_advantages(reward, plan.scale)
     if plan.shuffled:
-        generator = torch.Generator().manual_seed(everyone[0][1])
+        generator = torch.Generator().manual_seed(gathered[0][1])
         advantages = torch.stack([group[torch.randperm(plan.group, generator=generator)] for group in advantages])
     names = dict.fromkeys(name for figures in logged for name in figures)
     columns = {name: [figures[name] for figures in logged if name in figures] for name in names}
@@ -111,12 +112,11 @@ def roll_out(
     }
     if not informative.any():
         return Rollouts([], metrics)
-    told = [
-        figures["completion_length"] for group, is_told in zip(every, informative) if is_told for _, figures in group
-    ]
-    tokens = backend.to_device({"tokens": torch.tensor(float(sum(told)))})["tokens"]
+    lengths = torch.tensor([[float(figures["completion_length"]) for _, figures in group] for group in every])
+    tokens = backend.to_device({"tokens": lengths[informative].sum()})["tokens"]
     mine = slice(backend.rank, None, backend.world_size)
     parts = zip(prompts, completions, *(of.split(plan.batch_size)[mine] for of in (advantages, informative)))
+    # a worker without rows would not join the reduction, and those that share a model out run the same passes
     return Rollouts(_parts(parts, tokens, backend.static_shapes or backend.world_size > 1), metrics)
 
 
@@ -201,5 +201,5 @@ def prompt_stream(train: PromptDataset, plan: GRPOPlan, backend: TorchBackend, s
     answers, which depends only on its place among the micro-batches of all updates and workers."""
     place = backend.rank, backend.world_size
     places = count(start * plan.accumulation * backend.world_size + backend.rank, backend.world_size)
-    for batch in batches(train, plan.batch_size, plan.accumulation, plan.seed, start, *place):
-        yield batch | {"seed": seed_of(plan.seed, next(places))}
+    for index, batch in zip(places, batches(train, plan.batch_size, plan.accumulation, plan.seed, start, *place)):
+        yield batch | {"seed": seed_of(plan.seed, index)}

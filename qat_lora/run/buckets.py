@@ -12,12 +12,12 @@ from typing import Any
 from fsspec.callbacks import Callback
 
 from qat_lora.errors import FULL_DISK, UserError
-from qat_lora.run.files import sha256
+from qat_lora.run.files import sha256, write_atomically
 from qat_lora.run.remote import CLOUDS, opened
 
-SILENCE = 60.0  # seconds without any progress after which a call into a cloud package is given up
+SILENCE = 60.0  # seconds without progress after which a call into a cloud package is abandoned
 PAUSES = (1.0, 4.0)  # seconds before each further try
-SLOWEST = 10**6  # bytes/s: an upload, which shows no progress, gets this much more time
+SLOWEST = 10**6  # bytes/s: an upload reports no progress, so its limit grows by its size / SLOWEST
 POLL = 0.1  # seconds between looks at the clock
 FINAL = (UserError, FileNotFoundError, PermissionError, ImportError)  # trying again does not help
 
@@ -27,7 +27,8 @@ class Damaged(UserError):
 
 
 class BucketPath:
-    """A file or folder in a bucket, with the methods of pathlib.Path that a cache needs. A file is complete or absent.
+    """A file or folder in a bucket, with the methods of pathlib.Path that a cache needs. In an object store a file is
+    complete or absent.
 
     Every call is tried again after a failure. Raises UserError with the URL if that does not help, or if nothing
     arrives for SILENCE seconds, even if the cloud package never returns.
@@ -44,30 +45,21 @@ class BucketPath:
         return BucketPath(f"{self.url}/{name}")
 
     def exists(self) -> bool:
-        def ask(files, path, _) -> bool:
-            files.invalidate_cache()  # another host may have written it
-            return files.exists(path)
-
-        return self._ask(ask)
+        return self._ask(lambda files, path, _: files.exists(path))
 
     is_file = exists
 
     def sizes(self) -> dict[str, int]:
         """The files of a folder and their bytes."""
-
-        def ask(files, path, _) -> dict[str, int]:
-            files.invalidate_cache()
-            found = files.find(path, maxdepth=1, detail=True)
-            return {name.rsplit("/", 1)[-1]: entry["size"] for name, entry in found.items()}
-
-        return self._ask(ask)
+        found = self._ask(lambda files, path, _: files.find(path, maxdepth=1, detail=True))
+        return {name.rsplit("/", 1)[-1]: entry["size"] for name, entry in found.items()}
 
     def read_text(self, encoding: str = "utf-8") -> str:
         return self._ask(lambda files, path, _: files.cat_file(path)).decode(encoding)
 
     def write_bytes(self, content: bytes) -> None:
         def ask(files, path, _) -> None:
-            if self.url.split("://")[0] not in CLOUDS:  # such a package might create the bucket
+            if self.url.split("://")[0] not in CLOUDS:  # a cloud package might create the bucket
                 files.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
             files.pipe_file(path, content)
 
@@ -101,6 +93,7 @@ class BucketPath:
             with opened(self.url) as (files, path):
                 for pause in (*PAUSES, None):
                     progress.last = time.monotonic() + more
+                    files.invalidate_cache()  # another host may have written there
                     try:
                         return ask(files, path, progress)
                     except Exception as error:
@@ -154,9 +147,16 @@ def check_wanted(url: str) -> None:
 
 def path_of(place: str | Path | BucketPath) -> Path | BucketPath:
     """The path of a folder or file, which may be the URL of one in a bucket."""
-    if isinstance(place, Path | BucketPath) or "://" not in place:
-        return place if isinstance(place, BucketPath) else Path(place)
-    return Path(place.removeprefix("file://")) if place.startswith("file://") else BucketPath(place)
+    if isinstance(place, str) and "://" in place:
+        return BucketPath(place)
+    return place if isinstance(place, BucketPath) else Path(place)
+
+
+def put(path: Path | BucketPath, content: bytes) -> None:
+    """Write a file, completely or not at all, see `write_atomically`."""
+    if isinstance(path, BucketPath):
+        return path.write_bytes(content)
+    write_atomically(path, lambda file: file.write(content))
 
 
 def sizes(folder: Path | BucketPath) -> dict[str, int]:

@@ -10,7 +10,6 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -61,10 +60,6 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
 
     Raises UserError with the path if it cannot be written (a full disk, no permission).
     """
-    if not isinstance(path, Path):  # in a bucket, see run.buckets: no rename is needed
-        content = BytesIO()
-        write(content)
-        return path.write_bytes(content.getvalue())
     part = path.with_name(path.name + ".part")
     try:
         with writing(path):

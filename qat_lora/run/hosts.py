@@ -11,12 +11,12 @@ from pathlib import Path
 from qat_lora.errors import UserError, to_stderr
 from qat_lora.hosts.group import Group
 from qat_lora.run.files import lock, read_json, sha256, write_atomically
-from qat_lora.run.options import RunConfig
+from qat_lora.run.options import ScriptConfig
 
 PART = 16 * 2**20  # bytes of a file that are sent at once
 
 
-def agree_on_options(config: RunConfig, group: Group) -> None:
+def agree_on_options(config: ScriptConfig, group: Group) -> None:
     """Raise UserError in every worker if the options of one differ from worker 0's. Options that say where an input is
     may differ (their identity is a fact): `agree_on_facts` compares the inputs themselves."""
     options = {}
@@ -29,7 +29,7 @@ def agree_on_options(config: RunConfig, group: Group) -> None:
     group.agree(options, "give every worker the same command")
 
 
-def agree_on_facts(config: RunConfig, facts: dict, group: Group) -> None:
+def agree_on_facts(config: ScriptConfig, facts: dict, group: Group) -> None:
     """Raise UserError in every worker if the input files of one differ from worker 0's."""
     named: dict[str, str] = {}
     for field in dataclasses.fields(config):

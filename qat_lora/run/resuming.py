@@ -180,7 +180,7 @@ def prepare(experiment: str, config, group: Group):
     as before. `open_run` checks all other differences from the run.
     """
     agree_on_options(config, group)
-    if config.resume == "off":
+    if config.resume == "off" or config.dry_run:
         return config
     if group.world_size > 1:
         bring_run(_meant_here(experiment, config, group) if group.leads else None, group)

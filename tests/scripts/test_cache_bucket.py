@@ -27,7 +27,7 @@ def soon(server, forks, monkeypatch):
     """No faults at first, and short waits; scripts in other processes find the server too."""
     server.fault = lambda *_: None
     server.requests.clear()
-    monkeypatch.setattr(buckets, "SILENCE", 2.0)
+    monkeypatch.setattr(buckets, "SILENCE", 10.0)
     monkeypatch.setattr(buckets, "PAUSES", (0.01, 0.01))
     monkeypatch.setattr(forks, "env", s3.environment())
 

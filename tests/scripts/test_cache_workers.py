@@ -5,9 +5,7 @@ import signal
 import pytest
 from small import CPU
 
-from qat_lora.errors import UserError
-from qat_lora.hosts.group import ALONE
-from qat_lora.kd.cache import FORMAT, _record
+from qat_lora.kd import cache
 
 TEXT = ["--dataset", "embedded", "--length", 24, "--max-rows", 30, "--rows-per-shard", 4, "--batch-size", 3]
 
@@ -54,18 +52,16 @@ def test_sigterm_to_one_worker_stops_all(forks, flags, whole, tmp_path):
     flags = [*flags, "--cache-dir", tmp_path / "cache"]
     death = "kd.cache._targets", 4, signal.SIGTERM, False
     said, _ = forks.pair("build_kd_cache", *flags, expect=(0, 0), death=death)
-    assert "stopped: 4 shards are missing; the same command continues" in said
+    assert "stopped: 4 of 8 shards are missing; run the same command to resume" in said
     forks.pair("build_kd_cache", *flags)
     assert content(tmp_path / "cache") == content(whole)
 
 
-def test_a_folder_that_hosts_do_not_share_is_refused(tmp_path):
-    manifest = {"format": FORMAT}
-    with pytest.raises(
-        UserError, match=r"shard-00000\.safetensors of worker 0 is not here; give a --cache-dir that all"
-    ):
-        _record(tmp_path, manifest, {}, {"shard-00000.safetensors": "0" * 64}, {}, ALONE)
-    assert not [*tmp_path.iterdir()]
+def test_a_file_that_worker_0_does_not_see_is_named(refuse, flags, tmp_path, monkeypatch):
+    """As with hosts that do not share the folder."""
+    monkeypatch.setattr(cache, "put", lambda path, content: None)
+    said = refuse("build_kd_cache", *flags, "--cache-dir", tmp_path / "cache")
+    assert said.endswith("shard-00000.safetensors of worker 0 is not here; give a --cache-dir that all hosts share")
 
 
 def test_one_worker_has_nobody_to_share_the_teacher_with(refuse, flags, tmp_path):

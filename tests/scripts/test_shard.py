@@ -168,4 +168,4 @@ def test_a_checkpoint_of_the_other_kind_is_refused(forks, qat, tmp_path):
 
 def test_conversations_that_the_workers_cannot_share_are_refused(forks, bob, tmp_path):
     for said in forks.pair("train_musclebob_improved", *bob, "--sft-batch-size", 7, expect=(2, 2)):
-        assert "--sft-batch-size 7 cannot be shared out over 2 workers; give a multiple of that number" in said
+        assert "--sft-batch-size 7 does not divide by 2 workers; give a multiple of that number" in said
