@@ -162,7 +162,11 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     tokenizer = cfg.tokenizer(cfg.model, begun(NAME, cfg, group))
     check_template(tokenizer)
     spec, length = group.on_main(cfg.student_spec), cfg.max_prompt_length + cfg.max_new_tokens
-    shared = sharing(cfg, prepared(cfg.empty_policy(spec)), backend, workers)
+    empty = prepared(cfg.empty_policy(spec))
+    # a lower bound, with answers of one token: outside XLA, rows are cut to the longest answer
+    shared, need = cfg.shares(empty, cfg.num_generations, backend, workers)
+    if not cfg.dry_run:  # a dry run may plan for another machine
+        check_sizes(empty, cfg.batch_size, cfg.num_generations, cfg.max_new_tokens, need, backend, workers)
     rows = good_answers(cfg.num_samples, cfg.seed, tokenizer, cfg.thinking, length) if spec or has_sft(cfg) else None
     loads = backend.is_main and not cfg.dry_run  # the other workers get worker 0's weights, and a dry run needs none
     model = prepared((cfg.load_policy if loads else cfg.empty_policy)(spec))
@@ -310,16 +314,6 @@ def has_sft(cfg: Config) -> bool:
 def most_rows(cfg: Config) -> int:
     """The rows of the largest micro-batch."""
     return max(cfg.batch_size, cfg.sft_batch_size if has_sft(cfg) else 1)
-
-
-def sharing(cfg: Config, model: nn.Module, backend: TorchBackend, workers: int) -> bool:
-    """Whether the workers share the model out. Raises UserError if an update does not fit this machine, except in a dry
-    run, which may plan for another machine. model: without values."""
-    # a lower bound, with answers of one token: outside XLA, rows are cut to the longest answer
-    shared, need = cfg.shares(model, cfg.num_generations, backend, workers)
-    if not cfg.dry_run:
-        check_sizes(model, cfg.batch_size, cfg.num_generations, cfg.max_new_tokens, need, backend, workers)
-    return shared
 
 
 def sft_plan(cfg: Config, workers: int = 1) -> Plan:

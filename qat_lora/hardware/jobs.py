@@ -48,11 +48,12 @@ def check_shards(place: Machine) -> Figures:
     steps = ["--eval-every", "0", "--log-every", "1", "--max-steps", "10"]
     for count in (1, *counts):
         split = ["--shard", "on" if count > 1 else "off", "--num-chips", str(count), "--batch-size", str(ROWS // count)]
-        folder = ["--output-dir", str(place.folder / "runs" / f"shards-{count}")]
-        finish(place, [str(ROOT / "scripts" / "train_qat.py"), *at, *grids, *steps, *split, *folder], "shards")
-    for count in counts:
-        wanted = losses(place.folder / "runs" / "shards-1")
-        found |= {"workers": count} | compared(place, f"shards-{count}", wanted)
+        folder = place.folder / "runs" / f"shards-{count}"
+        words = [*at, *grids, *steps, *split, "--output-dir", str(folder)]
+        finish(place, [str(ROOT / "scripts" / "train_qat.py"), *words], "shards")
+        if count > 1:
+            wanted = losses(place.folder / "runs" / "shards-1")
+            found |= {"workers": count} | compared(place, folder.name, wanted)
     return found
 
 
