@@ -172,7 +172,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     model = prepared((cfg.load_policy if loads else cfg.empty_policy)(spec))
     ends = group.on_main(lambda: tuple(end_tokens(model, tokenizer)))  # other workers have no generation config
     sampler = BobSampler(tokenizer, backend, ends, ROWS, cfg.max_prompt_length, cfg.max_new_tokens, cfg.thinks)
-    anchor = cfg.anchor(cfg.model, tokenizer, most_rows(cfg) * workers)
+    anchor = cfg.anchor(cfg.model, tokenizer, most_rows(cfg, workers))
     questions = training_questions(cfg.num_samples, cfg.fewshot_ratio if cfg.fewshot else 0.0, cfg.seed)
     prompts = PromptDataset(sampler.encode([question.messages for question in questions]))
     sampler.encode([q.messages for q in heldout_questions()])  # fail now rather than at the first validation
@@ -267,9 +267,10 @@ def reinforce(
 
 
 def shortened(cfg: Config, workers: int) -> Config:
-    few = max(8, cfg.update_facts(workers)["rows_per_update"])
+    few = max(8 + -8 % workers, cfg.update_facts(workers)["rows_per_update"])
+    conversations = min(few, max(1, cfg.sft_batch_size // workers) * workers)
     return dataclasses.replace(
-        cfg, num_samples=few, epochs=1, sft_epochs=1, sft_batch_size=min(few, cfg.sft_batch_size),
+        cfg, num_samples=few, epochs=1, sft_epochs=1, sft_batch_size=conversations,
         validation_samples=1,
     )  # fmt: skip
 
@@ -311,9 +312,9 @@ def has_sft(cfg: Config) -> bool:
     return (cfg.sft or cfg.sft_only) and cfg.sft_epochs > 0
 
 
-def most_rows(cfg: Config) -> int:
-    """The rows of the largest micro-batch."""
-    return max(cfg.batch_size, cfg.sft_batch_size if has_sft(cfg) else 1)
+def most_rows(cfg: Config, workers: int = 1) -> int:
+    """The rows of the largest micro-batch on all workers."""
+    return max(cfg.batch_size * workers, cfg.sft_batch_size if has_sft(cfg) else 1)
 
 
 def sft_plan(cfg: Config, workers: int = 1) -> Plan:

@@ -44,6 +44,12 @@ class WorkerLost(UserError):
     """A worker can no longer be reached, and may not have been able to report why."""
 
 
+def lost(error: RuntimeError) -> WorkerLost:
+    """What a collective's broken connection means."""
+    why = re.sub(r"^\[\S+:\d+\] ", "", first_line(error))  # without the position in gloo's source
+    return WorkerLost(f"the connection to another worker is lost ({why}); {AGAIN}")
+
+
 class Group:
     """This worker's place among `world_size` workers. A single worker needs no link.
 
@@ -84,8 +90,7 @@ class Group:
         except RuntimeError as error:  # gloo raises nothing more specific
             if type(error).__name__ == "OutOfMemoryError":
                 raise
-            why = re.sub(r"^\[\S+:\d+\] ", "", first_line(error))  # without the position in gloo's source
-            raise WorkerLost(f"the connection to another worker is lost ({why}); {AGAIN}") from error
+            raise lost(error) from error
 
     def gather(self, value: Any) -> list:
         """The values of all workers, in rank order. Raises UserError if another worker has failed."""

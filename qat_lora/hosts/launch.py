@@ -3,6 +3,7 @@ they do."""
 
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from qat_lora.errors import UserError, ignore_sigterm, nowhere, open_output, report, to_stderr
 from qat_lora.hosts.environment import AGAIN, LOOPBACK, Timeouts, TorchrunPlace
-from qat_lora.hosts.group import ALONE, SIGTERM, AnotherFailed, Group, WorkerLost, notice_sigterm, stopped_at
+from qat_lora.hosts.group import ALONE, SIGTERM, AnotherFailed, Group, WorkerLost, lost, notice_sigterm, stopped_at
 from qat_lora.hosts.rendezvous import interface, join, join_at, pass_exit_barrier, serve, tensor_store
 from qat_lora.hosts.revision import agree_on_code
 
@@ -59,6 +60,9 @@ def run_worker(job: Job, enter: Callable[[], Group], local_rank: Callable[[Group
             dist.destroy_process_group()
         return
     except BaseException as error:
+        # FSDP's collectives run inside forward and backward passes
+        if isinstance(error, RuntimeError) and re.search(r"/gloo/transport/|NCCL (error|communicator)", str(error)):
+            error = lost(error)
         # another worker's failure before this one has joined is printed by the process that started both
         instead = None if group is ALONE and isinstance(error, AnotherFailed) else group.fail(error)
         if instead == "":

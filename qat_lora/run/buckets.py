@@ -1,6 +1,7 @@
 """Files of a bucket (gs://, s3:// or any other URL that fsspec opens), used like those of a folder."""
 
 import queue
+import re
 import tempfile
 import threading
 import time
@@ -146,10 +147,14 @@ def check_wanted(url: str) -> None:
 
 
 def path_of(place: str | Path | BucketPath) -> Path | BucketPath:
-    """The path of a folder or file, which may be the URL of one in a bucket."""
-    if isinstance(place, str) and "://" in place:
-        return BucketPath(place)
-    return place if isinstance(place, BucketPath) else Path(place)
+    """The path of a folder or file, which may be the URL of one in a bucket. Raises UserError for half a URL."""
+    if isinstance(place, Path | BucketPath) or not re.match(r"[a-z][a-z0-9+]*:/|:/", place):
+        return place if isinstance(place, BucketPath) else Path(place)
+    if place.startswith("file:///"):
+        return Path(place.removeprefix("file://"))
+    if not re.match(r"[a-z][a-z0-9+]*://[^/]", place):
+        raise UserError(f"{place} is not the URL of a folder; give e.g. gs://BUCKET/FOLDER")
+    return BucketPath(place)
 
 
 def put(path: Path | BucketPath, content: bytes) -> None:

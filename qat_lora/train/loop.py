@@ -176,7 +176,8 @@ def load_trained(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: di
     """Restore what `trained_state` gave: its tensors, or the folder of shards with them."""
     state, shared = rest["optimizer"], bool(shards_of(model))
     if shared != isinstance(tensors, Path):
-        raise UserError(f"the checkpoint was saved with --shard {'off' if shared else 'on'}; resume with that")
+        how = "--shard off" if shared else "--shard on and several workers"
+        raise UserError(f"the checkpoint was saved with {how}; resume with that")
     if shared:
         there, _ = trained_state(model, optimizer, {})
         load_shards(there, tensors)

@@ -82,7 +82,9 @@ class BatchOptions(LoopOptions):
         from qat_lora.train.memory import shares_out
 
         need = partial(least_training_memory, model, self.batch_size, length, backend.bf16)
-        shared = shares_out(self.shard, backend, workers, need, ", and take --gradient-checkpointing")
+        shared = shares_out(
+            self.shard, backend, workers, need, ", and take --gradient-checkpointing or a lower --batch-size"
+        )
         return shared, need(workers if shared else 1)
 
 

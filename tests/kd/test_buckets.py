@@ -104,7 +104,10 @@ def test_what_is_known_of_a_cache_is_known_of_its_copy(local, url):
     assert teacher_of(url) == "t" and teacher_of(s3.new_folder()) == "smollm2-135m"
     assert same([planned_rows(url, 1)[0]], [planned_rows(str(local), 1)[0]])
     assert len(planned_rows("s3://bucket/none_L32_K7", 1)[0]["tokens"]) == 32
-    assert str(path_of(Path("caches/x"))) == "caches/x"
+    assert str(path_of(Path("caches/x"))) == "caches/x" and path_of("file:///caches/x") == Path("/caches/x")
+    for half in ("gs://", "gs:/x", "s3:///x", "://x", "file://x/y"[:7]):
+        with pytest.raises(UserError, match=r"is not the URL of a folder; give e\.g\. gs://BUCKET/FOLDER"):
+            path_of(half)
 
 
 def test_rows_come_in_the_same_order_from_a_bucket_and_few_shards_are_here(local, url, few, monkeypatch):

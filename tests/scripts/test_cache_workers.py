@@ -48,6 +48,14 @@ def test_after_a_killed_worker_any_number_goes_on(forks, flags, whole, tmp_path,
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
+def test_the_worker_that_dies_inside_a_collective_is_named(forks, flags, tmp_path):
+    """The others are in FSDP's collectives, which fail before the death is known."""
+    flags = [*flags, "--shard", "on", "--cache-dir", tmp_path / "cache"]
+    death = "kd.cache._targets", 3, signal.SIGKILL, False
+    for said in forks.several("build_kd_cache", *flags, expect=(1, 1, -signal.SIGKILL), death=death)[:2]:
+        assert said.count("error:") == 1 and "error: worker 2 on" in said and "Traceback" not in said, said
+
+
 def test_sigterm_to_one_worker_stops_all(forks, flags, whole, tmp_path):
     flags = [*flags, "--cache-dir", tmp_path / "cache"]
     death = "kd.cache._targets", 4, signal.SIGTERM, False

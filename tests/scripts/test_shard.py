@@ -166,7 +166,7 @@ def test_a_checkpoint_of_the_other_kind_is_refused(forks, qat, tmp_path):
     death = "run.session.Session.record", 7, signal.SIGKILL, False
     forks.pair("train_qat", *flags, *SHARED, expect=(1, -signal.SIGKILL), death=death)
     for said in forks.pair("train_qat", *flags, expect=(2, 2)):
-        assert "the checkpoint was saved with --shard on; resume with that" in said
+        assert "the checkpoint was saved with --shard on and several workers; resume with that" in said
 
 
 def test_conversations_that_the_workers_cannot_share_are_refused(forks, bob, tmp_path):

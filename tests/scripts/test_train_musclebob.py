@@ -194,7 +194,7 @@ def test_quick_shortens_the_run(load_script, sharp_model_dir):
     module = load_script("train_musclebob_improved")
     flags = f"--model {sharp_model_dir} --quick --epochs 3 --batch-size 16 --accumulation-steps 2 --sft"
     flags += " --sft-batch-size 64"
-    cfg = module.shortened(parse(module.Config, "train_musclebob_improved", flags.split()))
+    cfg = module.shortened(parse(module.Config, "train_musclebob_improved", flags.split()), 1)
     module.check(cfg)
     assert (cfg.num_samples, cfg.epochs, cfg.sft_batch_size, cfg.validation_samples) == (32, 1, 32, 1)
 
