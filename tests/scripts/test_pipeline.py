@@ -163,7 +163,7 @@ def test_recovery_resumes_to_the_same_bits(recover, pipeline, tmp_path):
 
 def test_a_killed_cache_build_resumes_to_the_same_bytes(forks, pipeline, sharp_model_dir, tmp_path):
     flags = build_flags(sharp_model_dir, tmp_path / "cache")
-    forks.execute("build_kd_cache", *flags, death=kill("kd.cache.sha256", 2))  # a shard is not yet in the manifest
+    forks.execute("build_kd_cache", *flags, death=kill("kd.cache.as_json", 2))  # a shard is not yet in the manifest
     forks.execute("build_kd_cache", *flags, death=kill("kd.cache._targets", 3))  # in a pass of the teacher
     forks.execute("build_kd_cache", *flags)
 
