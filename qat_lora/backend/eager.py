@@ -261,10 +261,11 @@ class TorchBackend:
         """
         gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         shards = is_shard(optimizer.param_groups[0]["params"][0])  # whose backward pass has reduced them
-        self.reduce([*also] if shards else [*gradients, *also])
+        if not shards:
+            self.reduce([*gradients, *also])
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         if shards:
-            self.reduce([norm.square_()])
+            self.reduce([norm.square_(), *also])
             norm.sqrt_()
         scale = (clip / (norm + 1e-6)).clamp(max=1.0) if clip > 0 else None
         if scale is not None and (self.kind != "cpu" or scale < 1):  # elsewhere the host would have to wait for it
@@ -393,8 +394,7 @@ class TorchBackend:
         if self.kind == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / 2**20
         # getrusage would report at least what the parent held when it forked
-        status = Path("/proc/self/status")
-        if status.exists():
+        if (status := Path("/proc/self/status")).exists():
             lines = status.read_text(encoding="utf-8").splitlines()
             return next(int(line.split()[1]) for line in lines if "VmHWM" in line) / 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -170,7 +170,7 @@ def write_cache(
                     f"{directory / name} of {group.name(rank)} is not here; give a --cache-dir that all hosts share"
                 )
             done[name] = {"rows": len(shards[name][1]), "sha256": checksum}
-        put(directory / "manifest.json", as_json(manifest | {"shards": {n: done[n] for n in shards if n in done}}))
+        put(directory / "manifest.json", as_json(manifest | {"shards": done}))
 
     def unfinished() -> list[str]:
         done.update(open_cache(directory, spec, fingerprint))
@@ -206,7 +206,7 @@ def write_cache(
         group.on_main(partial(record, sums))
 
 
-def _missing(directory: Path, spec: CacheSpec, done: dict) -> list[str]:
+def _missing(directory: Path | BucketPath, spec: CacheSpec, done: dict) -> list[str]:
     """The shards to write. Says which of those in the manifest must be written again: in a folder, if the checksum
     differs; in a bucket, where that would take a download, if the file is too short."""
     there = sizes(directory) if done else {}

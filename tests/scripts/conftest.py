@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from forked import Forks
 from matplotlib.figure import Figure
-from small import CACHE, LEARNS, SMALL
+from small import CACHE, CPU, IN_SHARDS, LEARNS, SMALL
 
 from qat_lora.errors import UserError
 
@@ -36,6 +36,21 @@ def cache(run, tiny_model_dir, tmp_path_factory):
     """A small valid cache. Do not write to it."""
     folder = tmp_path_factory.mktemp("bad") / "cache"
     run("build_kd_cache", "--model", tiny_model_dir, "--cache-dir", folder, *CACHE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cache_flags(sharp_model_dir):
+    """Flags that build a cache of eight files."""
+    return ["--model", sharp_model_dir, *CPU, *IN_SHARDS]
+
+
+@pytest.fixture(scope="module")
+def whole_cache(run, cache_flags, tmp_path_factory):
+    """That cache, by one worker in a folder: seven files of training rows and one of held-out rows. Do not write
+    to it."""
+    folder = tmp_path_factory.mktemp("one")
+    run("build_kd_cache", *cache_flags, "--cache-dir", folder)
     return folder
 
 

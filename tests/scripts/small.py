@@ -9,6 +9,7 @@ CPU = ["--device", "cpu", "--precision", "fp32"]
 SMALL = ["--max-steps", "2", "--batch-size", "4", "--eval-rows", "4", *CPU]
 LEARNS = [*SMALL, "--max-steps", 6, "--init", "rtn", "--learning-rate", 3e-3, "--warmup-steps", 0]  # QAT, at once
 CACHE = ["--length", 16, "--max-rows", 32, "--heldout-fraction", 0.25, "--rows-per-shard", 8, *CPU]
+IN_SHARDS = ["--dataset", "embedded", "--length", 24, "--max-rows", 30, "--rows-per-shard", 4, "--batch-size", 3]
 
 
 def damage(path: Path, kind: str) -> None:

@@ -13,8 +13,6 @@ from qat_lora.kd import dataset as datasets
 from qat_lora.kd import shelf
 from qat_lora.run import buckets
 
-TEXT = ["--dataset", "embedded", "--length", 24, "--max-rows", 30, "--rows-per-shard", 4, "--batch-size", 3]
-
 
 @pytest.fixture(scope="module")
 def server():
@@ -32,19 +30,6 @@ def soon(server, forks, monkeypatch):
     monkeypatch.setattr(forks, "env", s3.environment())
 
 
-@pytest.fixture(scope="module")
-def flags(sharp_model_dir):
-    return ["--model", sharp_model_dir, *CPU, *TEXT]
-
-
-@pytest.fixture(scope="module")
-def whole(run, flags, tmp_path_factory):
-    """The cache in a folder: seven files of training rows and one of held-out rows."""
-    folder = tmp_path_factory.mktemp("one")
-    run("build_kd_cache", *flags, "--cache-dir", folder)
-    return folder
-
-
 def content(place) -> dict:
     files, path = fsspec.core.url_to_fs(str(place))
     files.invalidate_cache()
@@ -53,21 +38,21 @@ def content(place) -> dict:
 
 
 # -- building ----------------------------------------------------------------------------------------------------------
-def test_a_cache_in_a_bucket_has_the_bytes_of_one_in_a_folder(run, flags, whole, capsys):
+def test_a_cache_in_a_bucket_has_the_bytes_of_one_in_a_folder(run, cache_flags, whole_cache, capsys):
     url = s3.new_folder()
-    run("build_kd_cache", *flags, "--cache-dir", f"{url}/")
+    run("build_kd_cache", *cache_flags, "--cache-dir", f"{url}/")
     said = capsys.readouterr().out
-    assert content(url) == content(whole) and f"made     cache: {url}" in said
-    size = sum(file.stat().st_size for file in whole.glob("*.safetensors"))
+    assert content(url) == content(whole_cache) and f"made     cache: {url}" in said
+    size = sum(file.stat().st_size for file in whole_cache.glob("*.safetensors"))
     assert f"{size / 1e6:.1f} MB; 720 tokens" in said and f"--cache-dir {url}" in said
-    run("build_kd_cache", *flags, "--cache-dir", url)
+    run("build_kd_cache", *cache_flags, "--cache-dir", url)
     assert f"{url} was complete already" in capsys.readouterr().out
 
 
-def test_two_workers_write_it_and_go_on_after_one_was_killed(forks, flags, whole, server):
+def test_two_workers_write_it_and_go_on_after_one_was_killed(forks, cache_flags, whole_cache, server):
     url = s3.new_folder()
     death = "kd.cache._targets", 4, signal.SIGKILL, False  # in the second file of worker 1
-    said, _ = forks.pair("build_kd_cache", *flags, "--cache-dir", url, expect=(1, -signal.SIGKILL), death=death)
+    said, _ = forks.pair("build_kd_cache", *cache_flags, "--cache-dir", url, expect=(1, -signal.SIGKILL), death=death)
     assert said.count("error:") == 1 and "worker 1" in said and "Traceback" not in said
     files = fsspec.filesystem("s3")
     assert set(json.loads(files.cat_file(f"{url}/manifest.json"))["shards"]) == {
@@ -75,58 +60,62 @@ def test_two_workers_write_it_and_go_on_after_one_was_killed(forks, flags, whole
         "shard-00001.safetensors",
     }
     server.requests.clear()
-    forks.pair("build_kd_cache", *flags, "--cache-dir", url)
-    assert content(url) == content(whole)
+    forks.pair("build_kd_cache", *cache_flags, "--cache-dir", url)
+    assert content(url) == content(whole_cache)
     assert not [
         path for method, path in server.requests if method == "PUT" and "shard-0000" in path and path[-13] in "01"
     ]
 
 
 @pytest.mark.parametrize("fault", ["denied", 30.0, "busy"])
-def test_a_write_that_fails_midway_is_one_line_and_the_command_goes_on(run, refuse, flags, whole, server, fault):
+def test_a_write_that_fails_midway_is_one_line_and_the_command_goes_on(
+    run, refuse, cache_flags, whole_cache, server, fault
+):
     url = s3.new_folder()
     server.only(fault, "shard-00003", "PUT")
-    said = refuse("build_kd_cache", *flags, "--cache-dir", url)
+    said = refuse("build_kd_cache", *cache_flags, "--cache-dir", url)
     assert said.startswith(f"{url}/shard-00003.safetensors ") and re.search("cannot be used|has not answered", said)
     server.fault = lambda *_: None
     server.requests.clear()
-    run("build_kd_cache", *flags, "--cache-dir", url)
+    run("build_kd_cache", *cache_flags, "--cache-dir", url)
     assert not server.got("shard-")
     assert len({path for method, path in server.requests if method == "PUT" and "shard-" in path}) == 4
-    assert content(url) == content(whole)
+    assert content(url) == content(whole_cache)
 
 
-def test_a_bucket_that_cannot_be_written_is_found_before_the_first_row(refuse, flags, server, capsys):
+def test_a_bucket_that_cannot_be_written_is_found_before_the_first_row(refuse, cache_flags, server, capsys):
     server.only("denied", "", "PUT")
-    said = refuse("build_kd_cache", *flags, "--cache-dir", "s3://bucket/new")
+    said = refuse("build_kd_cache", *cache_flags, "--cache-dir", "s3://bucket/new")
     assert said.startswith("s3://bucket/new/manifest.json cannot be used (PermissionError")
     server.fault = lambda *_: None
-    assert refuse("build_kd_cache", *flags, "--cache-dir", "s3://no-such-bucket/new") == (
+    assert refuse("build_kd_cache", *cache_flags, "--cache-dir", "s3://no-such-bucket/new") == (
         "s3://no-such-bucket/new/manifest.json: no such file or folder; check the address"
     )
-    assert refuse("build_kd_cache", *flags, "--cache-dir", "gs://bucket/new").startswith(
+    assert refuse("build_kd_cache", *cache_flags, "--cache-dir", "gs://bucket/new").startswith(
         "gs://bucket/new/manifest.json: the package for gs:// is missing; pip install gcsfs"
     )
     assert "rows of the cache" not in capsys.readouterr().out
 
 
-def test_half_a_shard_and_a_missing_one_are_written_again(run, flags, whole):
+def test_half_a_shard_and_a_missing_one_are_written_again(run, cache_flags, whole_cache):
     url, files = s3.new_folder(), fsspec.filesystem("s3")
-    run("build_kd_cache", *flags, "--cache-dir", url)
+    run("build_kd_cache", *cache_flags, "--cache-dir", url)
     shard = files.cat_file(f"{url}/shard-00002.safetensors")
     files.pipe_file(f"{url}/shard-00002.safetensors", shard[: len(shard) // 2])
     files.rm(f"{url}/heldout-00000.safetensors")
-    run("build_kd_cache", *flags, "--cache-dir", url)
-    assert content(url) == content(whole)
+    run("build_kd_cache", *cache_flags, "--cache-dir", url)
+    assert content(url) == content(whole_cache)
 
 
-def test_another_cache_and_a_finished_one_are_refused(run, refuse, flags):
+def test_another_cache_and_a_finished_one_are_refused(run, refuse, cache_flags):
     url = s3.new_folder()
-    run("build_kd_cache", *flags, "--cache-dir", url)
+    run("build_kd_cache", *cache_flags, "--cache-dir", url)
     assert f"{url} holds another cache: k is 8, not 4" in refuse(
-        "build_kd_cache", *flags, "--top-k", 4, "--cache-dir", url
+        "build_kd_cache", *cache_flags, "--top-k", 4, "--cache-dir", url
     )
-    assert f"{url} already holds 8 shards" in refuse("build_kd_cache", *flags, "--resume", "off", "--cache-dir", url)
+    assert f"{url} already holds 8 shards" in refuse(
+        "build_kd_cache", *cache_flags, "--resume", "off", "--cache-dir", url
+    )
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
