@@ -120,7 +120,7 @@ athena-v3-8: setup data/sudoku9 ## a larger one learns 9×9 Sudoku on the 8 core
 	$(PY) pretrain.py --config cfg_pretrain_tpu --resume auto
 
 athena-cuda: setup data/sudoku9 ## a larger one learns 9×9 Sudoku on every GPU (untested on hardware)
-	$(PY) pretrain.py --config base device_type=cuda --resume auto
+	$(PY) pretrain.py --config trm device_type=cuda --resume auto
 
 legal-cpu: setup ## fine-tune SmolLM2-135M on legal chains of thought (22 minutes on two cores)
 	$(PY) scripts/train_cot_sft.py --config cpu --device cpu --resume auto

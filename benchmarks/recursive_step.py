@@ -2,7 +2,8 @@
 
     python benchmarks/recursive_step.py
     python benchmarks/recursive_step.py --precision bf16 --mixer attention
-    python benchmarks/recursive_step.py --puzzle sudoku9 --hidden-size 256 --H-cycles 3 --L-cycles 6 --batch-size 32
+    python benchmarks/recursive_step.py --puzzle sudoku9 --hidden-size 512 --num-heads 8 --H-cycles 3 --L-cycles 6 \
+        --puzzle-emb-len 16 --batch-size 8    # the published network
 
 Without a hub the published code is not available, so benchmarks/plain_trm.py has its arithmetic in plain PyTorch; the
 tests check that our model equals it in fp64. Both sides have the same sizes, number of weights, rows and dtype, and do
@@ -50,6 +51,7 @@ class Config(ScriptConfig):
     L_layers: int = option(2, "number of blocks")
     H_cycles: int = option(2, "updates of the answer per segment", at_least=1)
     L_cycles: int = option(3, "updates of the reasoning state before each update of the answer", at_least=1)
+    puzzle_emb_len: int = option(1, "positions of the puzzle's embedding", at_least=1)
     turns: int = option(9, "timed turns, after two that are not counted")
 
 
@@ -84,7 +86,7 @@ def main(cfg: Config) -> None:
 def sizes_of(cfg: Config, mlp_t: bool, rows) -> RecursiveSpec:
     return RecursiveSpec(
         rows.vocab, rows.length, cfg.hidden_size, cfg.num_heads, L_layers=cfg.L_layers, H_cycles=cfg.H_cycles,
-        L_cycles=cfg.L_cycles, mlp_t=mlp_t,
+        L_cycles=cfg.L_cycles, puzzle_emb_len=cfg.puzzle_emb_len, mlp_t=mlp_t,
     )  # fmt: skip
 
 
@@ -110,6 +112,7 @@ def run_turns(cfg: Config, backend: TorchBackend, mlp_t: bool) -> list[tuple[flo
     sizes = Sizes(
         spec.vocab, spec.length, spec.hidden_size, spec.num_heads, spec.kv_heads, spec.L_layers, spec.H_cycles,
         spec.L_cycles, spec.inner(spec.hidden_size), spec.inner(spec.positions) if mlp_t else 0,
+        spec.puzzle_emb_len,
     )  # fmt: skip
     others = [PlainTRM(sizes, torch.bfloat16 if backend.bf16 else torch.float32).to(backend.device) for _ in range(2)]
     count, theirs = (sum(p.numel() for p in model.parameters()) for model in (trainer.model, others[0]))

@@ -36,7 +36,7 @@ class Config(LoopOptions, JobConfig):
     SECTIONS: ClassVar = {
         "arch": (
             "hidden_size", "num_heads", "num_kv_heads", "L_layers", "H_cycles", "L_cycles", "expansion", "mlp_t",
-            "one_step_gradient", "use_gradient_checkpointing",
+            "puzzle_emb_len", "puzzle_emb_ndim", "one_step_gradient", "use_gradient_checkpointing",
         )
     }  # fmt: skip
     DEFAULT_CONFIG: ClassVar = "cfg_pretrain"
@@ -57,8 +57,15 @@ class Config(LoopOptions, JobConfig):
         4.0, "hidden size of the gated MLPs, in multiples of the width", above=0, at_most=64, fix="use e.g. 4"
     )
     mlp_t: bool = opt.model(False, "mix positions with an MLP instead of attention")
+    puzzle_emb_len: int = opt.model(
+        1, "positions before the tokens that hold the puzzle's embedding", at_least=1, at_most=LARGE
+    )
+    puzzle_emb_ndim: int | None = opt.model(None, "width of the puzzles' embeddings [--hidden-size]", at_least=1)
     one_step_gradient: bool = opt.model(False, "backpropagate through the last two updates only")
-    start: str | None = opt.model(None, "start from the best model of this run, of the same sizes", identity="start")
+    start: str | None = opt.model(
+        None, "start from the best model of this run, or from this published checkpoint, of the same sizes",
+        identity="start",
+    )  # fmt: skip
     data_path: str | None = opt.data(
         None,
         "dataset: a folder or URL written by build_puzzle_data.py or by TRM [none: puzzles are generated]",
@@ -136,6 +143,7 @@ from qat_lora.backend.opening import launch
 from qat_lora.errors import UserError
 from qat_lora.experiments.athena.evaluation import starting_model
 from qat_lora.experiments.athena.model import RecursiveModel, RecursiveSpec, memory_of, recursive_memory, segment_loss
+from qat_lora.experiments.athena.published import load_state
 from qat_lora.experiments.athena.puzzles import draw_answer, side
 from qat_lora.experiments.athena.rows import PuzzleRows, draw, load, planned_rows, row_memory, split
 from qat_lora.experiments.athena.training import RecursivePlan, Trainer, announce, athena_stage, describe, placed
@@ -187,7 +195,9 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         return
 
     facts = {"data": train.fingerprint, "heldout_data": held.fingerprint}
-    facts |= {"start": sha256(Path(cfg.start, "best.pt"))} if cfg.start else {}
+    if cfg.start:
+        start = Path(cfg.start)
+        facts["start"] = sha256(start if start.is_file() else start / "best.pt")
     run = open_or_restore(cfg, facts, backend)
     saved = (lambda path: copy_out(run.path, path, cfg.checkpoint_path)) if cfg.checkpoint_path else None
     session = Session(run, backend, cfg.every(), ("loss", "exact"), saved=saved)
@@ -289,7 +299,7 @@ def finish(run: Run, trainer: Trainer, heldout: PuzzleRows, cost: dict) -> None:
     best state and sends it to the others; all of them compute answers."""
     model, plan, backend, best = trainer.shown, trainer.plan, trainer.backend, trainer.best
     if backend.is_main:
-        model.load_state_dict(best["state"])
+        load_state(model, best["state"], "the best state")
     backend.broadcast([*model.parameters(), *model.buffers()])
     example = trainer.example(heldout)
     if not backend.is_main:

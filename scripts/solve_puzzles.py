@@ -4,11 +4,12 @@
     python scripts/solve_puzzles.py --run runs/athena --puzzles puzzles.txt
     python scripts/solve_puzzles.py --run runs/athena --evaluate data/sudoku6
 
-The model is the best.pt of a finished run of pretrain.py, without --run that of the newest one. Without --puzzles,
-puzzles are read from standard input. A puzzle is a grid of lines, or all of it in one line: in a Sudoku . or 0 is a
-blank; a maze has walls #, floors (. or a space), S and G. Each step is one segment (a step of deep supervision); the
-answer where the model halts is compared with the right one. --evaluate measures the test/ side of a folder of
-build_puzzle_data.py, or of one in the format of the Tiny Recursive Model, as the run itself does.
+The model is the best.pt of a finished run of pretrain.py, without --run that of the newest one, or a checkpoint of the
+published code, a file beside its all_config.yaml. Without --puzzles, puzzles are read from standard input. A puzzle is
+a grid of lines, or all of it in one line: in a Sudoku . or 0 is a blank; a maze has walls #, floors (. or a space), S
+and G. Each step is one segment (a step of deep supervision); the answer where the model halts is compared with the
+right one. --evaluate measures the test/ side of a folder of build_puzzle_data.py, or of one in the format of the Tiny
+Recursive Model, as the run itself does.
 docs/athena.md is the runbook. Runs on CPU and CUDA.
 """
 
@@ -21,7 +22,7 @@ from qat_lora.run.options import ScriptConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ScriptConfig):
-    run: str | None = opt.model(None, "run directory of pretrain.py [the newest]")
+    run: str | None = opt.model(None, "run directory of pretrain.py, or a published checkpoint [the newest run]")
     puzzles: str | None = opt.data(None, "text file with puzzles [standard input]")
     evaluate: str | None = opt.data(None, "evaluate on the test/ side of this folder instead of solving puzzles")
     segments: int | None = opt.run(None, "most segments per puzzle [as in the run]", at_least=1, at_most=1000)
@@ -55,11 +56,13 @@ def main(cfg: Config) -> None:
         raise UserError("--puzzles and --evaluate exclude each other; give one of them")
     run = Path(cfg.run) if cfg.run else newest_run(Path("runs/pretrain"))
     backend = open_backend(cfg.device, cfg.precision)
-    model, kind, segments = load_run(run)
+    rows = None if cfg.evaluate is None else load(cfg.evaluate)[1]
+    model, kind, segments = load_run(run, None if rows is None else rows.length)
     segments = cfg.segments or segments
     if cfg.evaluate is None and kind is None:
         raise UserError(f"{run} was trained on other rows than Sudoku or mazes; only --evaluate FOLDER works for it")
-    rows = None if cfg.evaluate is None else rows_of(cfg.evaluate, model.spec, kind)
+    if rows is not None:
+        check_rows(cfg.evaluate, rows, model.spec, kind)
     questions = [] if rows is not None else read_puzzles(kind, lines_of(cfg.puzzles, kind))
     if cfg.puzzles is not None:
         questions = list(questions)  # all of the file is checked before the first puzzle is solved
@@ -103,12 +106,12 @@ def solve(model: RecursiveModel, kind: str, question: np.ndarray, segments: int,
     print(f"after {number} segment{'s' * (number > 1)}: {verdict(kind, question, found)}\n", flush=True)
 
 
-def rows_of(path: str, spec: RecursiveSpec, kind: str | None) -> PuzzleRows:
-    """The test/ side of a folder. Raises UserError if a model of this spec and kind has no answers to its rows."""
-    _, rows = load(path)
+def check_rows(path: str, rows: PuzzleRows, spec: RecursiveSpec, kind: str | None) -> None:
+    """Raise UserError if a model of this spec and kind has no answers to the rows of a folder. Rows in the published
+    format have no kind."""
     for name, there, wanted in (
         ("tokens per row", rows.length, spec.length), ("vocabulary", rows.vocab, spec.vocab),
-        ("causal", rows.causal, spec.causal), ("kind", rows.kind, kind),
+        ("causal", rows.causal, spec.causal), ("kind", rows.kind or kind, kind or rows.kind),
     ):  # fmt: skip
         if there != wanted:
             raise UserError(
@@ -119,7 +122,6 @@ def rows_of(path: str, spec: RecursiveSpec, kind: str | None) -> PuzzleRows:
             f"--evaluate {path} has {rows.identifiers_count} puzzle identifiers, the run {spec.identifiers}; give a "
             "folder of the run's puzzles"
         )
-    return rows
 
 
 def show(figures: dict[str, float], path: str, segments: int) -> None:

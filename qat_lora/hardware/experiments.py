@@ -33,7 +33,7 @@ REAL = {
     "SFT and GRPO": "--config cuda --sft",
     "legal SFT": "--config v5e8 --accumulation-steps 1",
     "reservoir": "--config cuda",
-    "Athena": "--config base --data-path none/sudoku9",
+    "Athena": "--config trm --data-path none/sudoku9",
 }
 LANGUAGE_MODELS = ("QAT", "recovery", "legal SFT")  # whose step is timed beside plain fine-tuning's
 

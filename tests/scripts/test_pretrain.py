@@ -21,6 +21,7 @@ from qat_lora.backend import TorchBackend
 from qat_lora.errors import UserError
 from qat_lora.experiments.athena.evaluation import answer, load_run, measure
 from qat_lora.experiments.athena.model import IGNORE, RecursiveModel, RecursiveSpec
+from qat_lora.experiments.athena.published import load_state
 from qat_lora.experiments.athena.puzzles import as_text
 from qat_lora.experiments.athena.rows import draw, save, split
 from qat_lora.experiments.athena.training import announce
@@ -71,7 +72,7 @@ def test_the_files_of_a_finished_run_and_the_figures_of_its_best_checkpoint(trai
     assert best["figures"]["step"] == end["step"] == wanted["step"]
     assert best["figures"]["heldout_loss"] == wanted["heldout_loss"] == end["heldout_loss"]
     model = RecursiveModel(RecursiveSpec(**best["spec"]))
-    model.load_state_dict(best["state"])
+    load_state(model, best["state"], "best.pt")
     _, heldout = split(draw("sudoku4", 60, 0), 0.2, 0)
     found = measure(model, heldout, 3, 8, TorchBackend("cpu", "fp32"))
     assert found == {name: best["figures"][name] for name in found}
@@ -312,7 +313,7 @@ def test_sizes_are_checked_against_the_memory_of_the_device(load_script, monkeyp
         ("puzzle=maze5 puzzles=2000", "--puzzles: 2000 puzzles are more than the 48 maze5 that exist"),
         ("puzzles=1000000000000", "--puzzles 1000000000000 needs at least 256,000.0 GB of memory, but there is"),
         ("arch.hidden_size=1000000000", "lower arch.hidden_size, arch.L_layers or arch.expansion"),
-        ("arch.hidden_size=1000000000 --dry-run", "a model of 24,000,000,141,000,000,001 weights needs at least"),
+        ("arch.hidden_size=1000000000 --dry-run", "a model of 24,000,000,526,000,000,002 weights needs at least"),
         ("global_batch_size=1000000000000", "lower global_batch_size, arch.hidden_size or arch.L_cycles"),
         ("puzzle=sudoku5", "kind 'sudoku5' is not one of"), ("puzzles=1", "--puzzles 1 must be at least 2"),
         ("heldout_fraction=0", "--heldout-fraction 0.0 must be above 0 and below 1; use e.g. 0.1"),

@@ -20,9 +20,10 @@ from qat_lora.experiments.athena.model import (
     refill,
     stablemax_loss,
 )
+from qat_lora.experiments.athena.published import TABLE, kind_of, load_state, open_published, read_state, state_of
 from qat_lora.experiments.athena.rows import PuzzleRows
 from qat_lora.run.checkpoint import read_best
-from qat_lora.run.console import watched
+from qat_lora.run.console import say, watched
 from qat_lora.run.resuming import read_config
 
 
@@ -111,30 +112,45 @@ def measure(
     }  # fmt: skip
 
 
-def load_run(run: Path) -> tuple[RecursiveModel, str | None, int]:
-    """The best model of a finished run, its kind of puzzle, and its maximum of segments. Raises UserError if a file is
-    missing, damaged, or of another experiment."""
+def load_run(run: Path, length: int | None = None) -> tuple[RecursiveModel, str | None, int]:
+    """The best model of a finished run, its kind of puzzle, and its maximum of segments. `run` may also be a published
+    checkpoint, whose rows have `length` tokens (None: those of a 9×9 Sudoku). Raises UserError if a file is missing,
+    damaged, or of another experiment."""
+    if run.is_file():
+        model, segments = open_published(run, length or 81)
+        return model, kind_of(model.spec), segments
     best, settings = read_best(run, "config.yaml"), read_config(run)
     try:
         model = RecursiveModel(RecursiveSpec(**best["spec"]))
-        model.load_state_dict(best["state"])
+        load_state(model, best["state"], str(run / "best.pt"))
         return model.eval(), best["kind"], settings["halt_max_segments"]
-    except (KeyError, TypeError, RuntimeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{run} is not a run of pretrain.py ({first_line(error)}); give one of that script") from error
 
 
-def starting_model(run: str, spec: RecursiveSpec) -> RecursiveModel:
-    """The best model of a run, to train further. Raises UserError if its sizes differ from `spec`."""
-    model = load_run(Path(run))[0]
-    for name, size in asdict(model.spec).items():
-        if size != getattr(spec, name):
-            raise UserError(
-                f"--start {run} was trained with {name} {size}, and this run has {getattr(spec, name)}; use the same "
-                "value"
-            )
+def starting_model(start: str, spec: RecursiveSpec) -> RecursiveModel:
+    """The best model of a run, or a published checkpoint, to train further. With another number of puzzle identifiers,
+    all embeddings start as their mean, as in the published training. Raises UserError if other sizes differ from
+    `spec`."""
+    if Path(start).is_file():
+        state = read_state(Path(start))
+    else:
+        there = load_run(Path(start))[0]
+        for name, size in asdict(there.spec).items():
+            if size != getattr(spec, name) and name != "identifiers":
+                raise UserError(
+                    f"--start {start} was trained with {name} {size}, and this run has {getattr(spec, name)}; use the "
+                    "same value"
+                )
+        state = state_of(there)
+    model, table = RecursiveModel(spec), state.get(TABLE)
+    if table is not None and len(table) != spec.identifiers:
+        say(f"{len(table):,} puzzle embeddings there, {spec.identifiers:,} here: all start as their mean")
+        state[TABLE] = table.mean(0, keepdim=True).expand(spec.identifiers, -1)
+    load_state(model, state, f"--start {start}")
     return model
 
 
 def kept(model: RecursiveModel, backend: TorchBackend) -> dict[str, Tensor]:
-    """A copy of the model's whole state on the host."""
-    return {name: tensor.clone() for name, tensor in backend.to_host(model.state_dict()).items()}
+    """A copy of the model's whole state on the host, under the published names."""
+    return {name: tensor.clone() for name, tensor in backend.to_host(state_of(model)).items()}

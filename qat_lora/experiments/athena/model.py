@@ -1,6 +1,7 @@
 """The recursive reasoning model: a small stack of blocks applied repeatedly to a latent answer; one graph per segment.
 
 Tiny Recursive Model, arXiv 2510.04871; deep supervision and halting from the Hierarchical Reasoning Model, 2506.21734.
+With the sizes of preset `trm` it is the published network (see published.py).
 """
 
 import math
@@ -18,14 +19,16 @@ from qat_lora.train.memory import ADAM, Parts
 
 IGNORE = -100  # label of a position without a loss
 EPS = 1e-5
+UNITS = 256  # hidden units of a gated MLP are a multiple of this, as in the published network
 FEW_POSITIONS = 128
 HALT_BIAS = -5.0  # so that no row halts before the head is trained
 
 
 @dataclass(frozen=True)
 class RecursiveSpec:
-    """Sizes of a model for rows of `length` tokens from a vocabulary of `vocab`. Position 0, before the tokens, holds
-    the embedding of the row's puzzle, one of `identifiers`.
+    """Sizes of a model for rows of `length` tokens from a vocabulary of `vocab`. The first puzzle_emb_len positions,
+    before the tokens, hold the embedding of the row's puzzle, one of `identifiers`: puzzle_emb_ndim values (None:
+    hidden_size), filled up with zeros.
 
     Each of the H_cycles cycles updates z_L L_cycles times and then z_H once, always with the same `L_layers` blocks.
     Gradients flow through the last cycle only; with one_step_gradient, only through its last two updates. mlp_t: tokens
@@ -45,6 +48,8 @@ class RecursiveSpec:
     expansion: float = 4.0
     mlp_t: bool = False
     causal: bool = False
+    puzzle_emb_len: int = 1
+    puzzle_emb_ndim: int | None = None
     identifiers: int = 1
     one_step_gradient: bool = False
 
@@ -57,6 +62,11 @@ class RecursiveSpec:
         if self.num_heads % self.kv_heads:
             raise UserError(
                 f"arch.num_heads {self.num_heads} does not divide by arch.num_kv_heads {self.kv_heads}; change one"
+            )
+        if self.puzzle_width > self.puzzle_emb_len * self.hidden_size:
+            raise UserError(
+                f"arch.puzzle_emb_ndim {self.puzzle_width} is more than arch.puzzle_emb_len {self.puzzle_emb_len} "
+                f"times arch.hidden_size {self.hidden_size}; change one"
             )
         if self.mlp_t and self.causal:
             raise UserError("arch.mlp_t=true mixes all positions, but these rows are causal text; use arch.mlp_t=false")
@@ -75,21 +85,25 @@ class RecursiveSpec:
         return (self.num_heads + 2 * self.kv_heads) * self.head_width
 
     @property
+    def puzzle_width(self) -> int:
+        return self.hidden_size if self.puzzle_emb_ndim is None else self.puzzle_emb_ndim
+
+    @property
     def positions(self) -> int:
-        """Positions of the latent states: one for the puzzle and one per token."""
-        return 1 + self.length
+        """Positions of the latent states: those of the puzzle and one per token."""
+        return self.puzzle_emb_len + self.length
 
     def inner(self, width: int) -> int:
-        """Hidden units of a SwiGLU over `width` values: 2/3 · expansion · width, rounded up to a multiple of 64. The
+        """Hidden units of a SwiGLU over `width` values: 2/3 · expansion · width, rounded up to a multiple of UNITS. The
         factor 2/3 makes up for its third matrix."""
-        return 64 * math.ceil(self.expansion * width * 2 / 3 / 64)
+        return UNITS * math.ceil(round(self.expansion * width * 2 / 3) / UNITS)
 
     @property
     def parameters(self) -> int:
         """Number of trained weights."""
         width, positions = self.hidden_size, self.positions
         mix = 3 * positions * self.inner(positions) if self.mlp_t else (self.heard + width) * width
-        return self.L_layers * (mix + 3 * width * self.inner(width)) + 2 * self.vocab * width + width + 1
+        return self.L_layers * (mix + 3 * width * self.inner(width)) + 2 * self.vocab * width + 2 * (width + 1)
 
 
 class Block(nn.Module):
@@ -127,8 +141,9 @@ def normal(*shape: int) -> Tensor:
 
 
 class RecursiveModel(nn.Module):
-    """See RecursiveSpec. `identity` [identifiers, D] holds the puzzles' embeddings; it is a buffer with its own
-    optimiser (`sign_update`). The initial states are drawn once, are the same for all rows, and are not trained."""
+    """See RecursiveSpec. `identity` [identifiers, puzzle_width] holds the puzzles' embeddings; it is a buffer with its
+    own optimiser (`sign_update`). The initial states are drawn once, are the same for all rows, and are not trained.
+    The halting head has a second output, which the published network has but does not use either."""
 
     def __init__(self, spec: RecursiveSpec):
         super().__init__()
@@ -136,18 +151,18 @@ class RecursiveModel(nn.Module):
         self.embedding = matrix(spec.vocab, width)
         self.blocks = nn.ModuleList([Block(spec) for _ in range(spec.L_layers)])
         self.head = matrix(spec.vocab, width)
-        self.halt_weight = nn.Parameter(torch.zeros(1, width))
-        self.halt_bias = nn.Parameter(torch.full((1,), HALT_BIAS))
+        self.halt_weight = nn.Parameter(torch.zeros(2, width))
+        self.halt_bias = nn.Parameter(torch.full((2,), HALT_BIAS))
         self.register_buffer("H_init", normal(width))
         self.register_buffer("L_init", normal(width))
-        self.register_buffer("identity", torch.zeros(spec.identifiers, width))
+        self.register_buffer("identity", torch.zeros(spec.identifiers, spec.puzzle_width))
         self.checkpoint: Callable | None = None  # set by a backend to recompute state updates in the backward pass
 
     def forward(
         self, z_H: Tensor, z_L: Tensor, inputs: Tensor, picked: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Run one segment on states [B, 1 + L, D], tokens [B, L] and the rows' puzzle embeddings [B, D]; returns z_H,
-        z_L, logits [B, L, vocab] and halting logits [B].
+        """Run one segment on states [B, positions, D], tokens [B, L] and the rows' puzzle embeddings [B, puzzle_width];
+        returns z_H, z_L, logits [B, L, vocab] and halting logits [B].
 
         The returned states are detached and have the dtype of the input states; the logits are fp32 or better. Under
         autocast, weights are cast once per segment.
@@ -157,7 +172,9 @@ class RecursiveModel(nn.Module):
             weights = [p.to(cast) for block in self.blocks for p in block.parameters()]
             turns = rotation(0, spec.positions, spec.head_width, cast, inputs.device)
             tokens = F.embedding(inputs, self.embedding.to(cast))
-            e = math.sqrt(spec.hidden_size) * torch.cat([picked.to(cast).unsqueeze(1), tokens], 1)
+            first = spec.puzzle_emb_len
+            puzzle = F.pad(picked.to(cast), (0, first * spec.hidden_size - spec.puzzle_width))
+            e = math.sqrt(spec.hidden_size) * torch.cat([puzzle.unflatten(1, (first, -1)), tokens], 1)
             z_H, z_L = z_H.to(cast), z_L.to(cast)
             with torch.no_grad():
                 for _ in range(spec.H_cycles - 1):
@@ -166,8 +183,8 @@ class RecursiveModel(nn.Module):
                     z_L = self.inward(z_H, z_L, e, turns, weights, spec.L_cycles - 1)
             updates = 1 if spec.one_step_gradient else spec.L_cycles
             z_H, z_L = self.cycle(z_H, z_L, e, turns, weights, updates)
-            logits = F.linear(z_H[:, 1:], self.head.to(cast))
-            halt = F.linear(z_H[:, 0], self.halt_weight.to(cast), self.halt_bias.to(cast)).squeeze(1)
+            logits = F.linear(z_H[:, first:], self.head.to(cast))
+            halt = F.linear(z_H[:, 0], self.halt_weight.to(cast), self.halt_bias.to(cast))[:, 0]
         wide = torch.promote_types(cast, torch.float32)
         return z_H.detach().to(given), z_L.detach().to(given), logits.to(wide), halt.to(wide)
 
@@ -187,12 +204,13 @@ class RecursiveModel(nn.Module):
         return self.stack(h, *turns, *weights)
 
     def stack(self, h: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor) -> Tensor:
-        """Apply all blocks to h [B, 1 + L, D]: h = rms(h + mix(h)), h = rms(h + swiglu(h)). It reads only sizes
-        from the model, so its compiled version also works for copies of the model."""
+        """Apply all blocks to h [B, S, D]: h = rms(h + mix(h)), h = rms(h + swiglu(h)). After an MLP over positions the
+        first norm is over positions, too. It reads only sizes from the model, so its compiled version also works for
+        copies of the model."""
         each = len(weights) // self.spec.L_layers
         for first in range(0, len(weights), each):
             *mix, gate, value, out = weights[first : first + each]
-            h = rms(h + (across(h, *mix) if self.spec.mlp_t else self.attended(h, *mix, cos, sin)))
+            h = rms(h + across(h, *mix), 1) if self.spec.mlp_t else rms(h + self.attended(h, *mix, cos, sin))
             h = rms(h + F.linear(F.silu(F.linear(h, gate)) * F.linear(h, value), out))
         return h
 
@@ -226,9 +244,12 @@ def across(h: Tensor, gate: Tensor, value: Tensor, out: Tensor) -> Tensor:
     return torch.bmm(out, F.silu(torch.bmm(gate, h)) * torch.bmm(value, h))
 
 
-def rms(x: Tensor) -> Tensor:
-    """x divided by the root mean square of its last dimension, without a weight."""
-    return F.rms_norm(x, x.shape[-1:], eps=EPS)
+def rms(x: Tensor, dim: int = 2) -> Tensor:
+    """x [B, S, D] divided by the root mean square of one dimension, without a weight."""
+    if dim == 2:
+        return F.rms_norm(x, x.shape[-1:], eps=EPS)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * torch.rsqrt(wide.square().mean(dim, keepdim=True) + EPS)).to(x.dtype)
 
 
 # -- the loss --------------------------------------------------------------------------------------------------------
@@ -261,7 +282,7 @@ def segment_loss(logits: Tensor, halt: Tensor, labels: Tensor) -> tuple[Tensor, 
 # -- the carry -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Carry:
-    """State of B rows between segments: latent states [B, 1 + L, D], number of segments done [B], whether the row has
+    """State of B rows between segments: latent states [B, positions, D], segments done [B], whether the row has
     halted [B], and the rows themselves: inputs, labels [B, L], identifiers, budgets [B]."""
 
     z_H: Tensor

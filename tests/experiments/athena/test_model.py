@@ -1,5 +1,6 @@
 """The recursive model against an independent plain one in fp64, and its parts on known values."""
 
+import copy
 import math
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ from qat_lora.experiments.athena.model import (
     sign_update,
     stablemax_loss,
 )
+from qat_lora.experiments.athena.published import state_of
 
 ROWS, LENGTH, VOCAB = 5, 7, 6
 SIZES = {"hidden_size": 16, "num_heads": 4, "L_layers": 2, "H_cycles": 3, "L_cycles": 2}
@@ -33,6 +35,8 @@ KINDS = {
     "causal": {"causal": True},
     "one step": {"mlp_t": True, "one_step_gradient": True},
     "three layers": {"L_layers": 3, "H_cycles": 1, "L_cycles": 1},
+    "puzzle over positions": {"mlp_t": True, "puzzle_emb_len": 3, "puzzle_emb_ndim": 40},
+    "puzzle of one position and a part": {"puzzle_emb_len": 4, "puzzle_emb_ndim": 17},
 }
 
 
@@ -50,9 +54,10 @@ def model_of(**changes) -> RecursiveModel:
 
 def rows_of(model: RecursiveModel) -> tuple:
     made = torch.Generator().manual_seed(1)
-    z_H, z_L = (torch.randn(ROWS, 1 + LENGTH, 16, generator=made, dtype=torch.double) for _ in range(2))
+    shape, spec = (ROWS, model.spec.positions, 16), model.spec
+    z_H, z_L = (torch.randn(shape, generator=made, dtype=torch.double) for _ in range(2))
     inputs, labels = (torch.randint(1, VOCAB, (ROWS, LENGTH), generator=made) for _ in range(2))
-    picked = torch.randn(ROWS, 16, generator=made, dtype=torch.double).requires_grad_()
+    picked = torch.randn(ROWS, spec.puzzle_width, generator=made, dtype=torch.double).requires_grad_()
     labels[0, :3] = IGNORE
     return (z_H, z_L, inputs, picked), labels
 
@@ -62,28 +67,24 @@ def plain_of(model: RecursiveModel, plain):
     spec = model.spec
     sizes = plain.Sizes(
         spec.vocab, spec.length, spec.hidden_size, spec.num_heads, spec.kv_heads, spec.L_layers, spec.H_cycles,
-        spec.L_cycles, spec.inner(16), spec.inner(1 + LENGTH) if spec.mlp_t else 0, spec.causal, spec.one_step_gradient,
+        spec.L_cycles, spec.inner(16), spec.inner(spec.positions) if spec.mlp_t else 0, spec.puzzle_emb_len,
+        spec.causal, spec.one_step_gradient,
     )  # fmt: skip
     other = plain.PlainTRM(sizes, torch.double).double()
     half = spec.head_width // 2
-    angles = torch.arange(1 + LENGTH).double()[:, None] * 10_000 ** -(torch.arange(half).double() / half)
+    angles = torch.arange(spec.positions).double()[:, None] * 10_000 ** -(torch.arange(half).double() / half)
     other.cos, other.sin = (turn(angles).repeat(1, 2) for turn in (torch.cos, torch.sin))
-    with torch.no_grad():
-        for there, here in pairs(model, other):
-            there.copy_(torch.cat([tensor.detach() for tensor in here]))
+    other.puzzle_emb.weights = model.identity
+    other.load_state_dict({name.removeprefix("inner."): tensor for name, tensor in state_of(model).items()})
     return other
 
 
-def pairs(model: RecursiveModel, other) -> list[tuple]:
-    """(parameter of the plain model, the parameters of ours that form it)."""
-    found = [(other.embedding.weight, [model.embedding]), (other.head.weight, [model.head])]
-    found += [(other.halt.weight, [model.halt_weight]), (other.halt_bias, [model.halt_bias])]
-    for layer, block in zip(other.layers, model.blocks):
-        mix = [layer.mix.gate_up, layer.mix.down] if model.spec.mlp_t else [layer.mix.qkv, layer.mix.out]
-        into = len(block.mix) - 1
-        found += [(mix[0].weight, block.mix[:into]), (mix[1].weight, block.mix[into:])]
-        found += [(layer.mlp.gate_up.weight, block.mlp[:2]), (layer.mlp.down.weight, block.mlp[2:])]
-    return found
+def gradients_of(model: RecursiveModel) -> dict[str, torch.Tensor]:
+    """The gradients under the published names."""
+    held = copy.deepcopy(model)
+    for there, here in zip(held.parameters(), model.parameters()):
+        there.data = torch.zeros_like(here) if here.grad is None else here.grad
+    return {name.removeprefix("inner."): tensor for name, tensor in state_of(held).items()}
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -102,8 +103,9 @@ def test_a_segment_and_its_gradient_equal_the_plain_model_in_fp64(kind, checkpoi
     loss.sum().backward()
     total.backward()
     torch.testing.assert_close(picked.grad, puzzle.grad, rtol=1e-9, atol=1e-10)
-    for there, here in pairs(model, other):
-        torch.testing.assert_close(torch.cat([p.grad for p in here]), there.grad, rtol=1e-9, atol=1e-10)
+    found = gradients_of(model)
+    for name, parameter in other.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-10)
 
 
 def test_only_the_last_cycle_has_a_gradient():
@@ -169,7 +171,7 @@ def test_what_has_no_label_affects_neither_loss_nor_correctness_nor_the_head():
 
 def test_the_halting_head_starts_with_zero_weight_and_its_bias():
     model = RecursiveModel(RecursiveSpec(VOCAB, LENGTH, **SIZES))
-    assert model.halt_weight.abs().max() == 0 and model.halt_bias.tolist() == [-5.0]
+    assert model.halt_weight.abs().max() == 0 and model.halt_bias.tolist() == [-5.0, -5.0]
     assert "halt_bias" in dict(model.named_parameters())
 
 
@@ -240,6 +242,7 @@ def test_sign_update_moves_only_embeddings_of_puzzles_in_the_batch():
 @pytest.mark.parametrize("changes, said", [
     ({"hidden_size": 20, "num_heads": 4}, "arch.hidden_size 20 does not divide by twice arch.num_heads 4"),
     ({"num_kv_heads": 3}, "arch.num_heads 4 does not divide by arch.num_kv_heads 3"),
+    ({"puzzle_emb_ndim": 33, "puzzle_emb_len": 2}, "arch.puzzle_emb_ndim 33 is more than arch.puzzle_emb_len 2 "),
     ({"mlp_t": True, "causal": True}, "use arch.mlp_t=false"),
 ])  # fmt: skip
 def test_impossible_sizes_are_refused_with_both_numbers(changes, said):
@@ -247,7 +250,9 @@ def test_impossible_sizes_are_refused_with_both_numbers(changes, said):
         RecursiveSpec(VOCAB, LENGTH, **(SIZES | changes))
 
 
-@pytest.mark.parametrize("changes", [{}, {"mlp_t": True}, {"num_kv_heads": 2}, {"L_layers": 3, "expansion": 2.0}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"mlp_t": True, "puzzle_emb_len": 16}, {"num_kv_heads": 2}, {"L_layers": 3, "expansion": 2.0}]
+)
 def test_the_spec_knows_the_number_of_weights(changes):
     spec = RecursiveSpec(VOCAB, LENGTH, **(SIZES | changes))
     assert spec.parameters == sum(p.numel() for p in RecursiveModel(spec).parameters())
