@@ -20,7 +20,7 @@ from qat_lora.run.files import read_json
 from qat_lora.run.hosts import agree_on_options, bring_run
 from qat_lora.run.options import JobConfig, RunConfig
 
-FORMAT = 3  # of a run directory; another is refused
+FORMAT = 4  # of a run directory; another is refused
 CONFIG_SUM = "config_sha256"  # in manifest.json
 EXTENDED = "the learning rate warms up and decays again over the added updates"  # how a run is extended
 STAMP = "%Y%m%dT%H%M%SZ"
