@@ -49,6 +49,9 @@ def pieces(values: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def taken(values: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """The rows with these numbers; not a copy if they are consecutive."""
+    if len(indices) and (np.diff(indices) == 1).all():
+        return values[indices[0] : indices[-1] + 1]
     taken, step = np.empty((len(indices), *values.shape[1:]), values.dtype), _step(values)
     for first in range(0, len(indices), step):
         taken[first : first + step] = values[indices[first : first + step]]

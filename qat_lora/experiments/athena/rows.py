@@ -6,7 +6,6 @@ dataset.json and arrays.
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from qat_lora.experiments.athena import ANY, LARGE, puzzles, symmetries
 from qat_lora.experiments.athena.groups import Groups
 from qat_lora.experiments.athena.mapped import AGAIN, array_of, pieces, taken
 from qat_lora.experiments.athena.model import IGNORE, ROWS
+from qat_lora.experiments.athena.writing import IGNORED, facts_of, write_array, write_facts, write_names
 from qat_lora.run import remote as urls
 from qat_lora.run.files import new_folder, read_json
 
@@ -253,41 +253,37 @@ def save(folder: Path, train: PuzzleRows, heldout: PuzzleRows) -> None:
         for side, rows in zip(SIDES, (train, heldout)):
             (part / side).mkdir()
             _save(part / side, rows)
-        (part / "identifiers.json").write_text(json.dumps(["<blank>"]), encoding="utf-8")
+        write_names(part, ["<blank>"])
 
 
 def _save(side: Path, rows: PuzzleRows) -> None:
     each = np.arange(len(rows))
     groups = rows.groups or Groups.of(each, each)
     rows, puzzle_count, group_count = rows.take(groups.order), len(groups.starts) - 1, len(groups.firsts) - 1
-    facts = {
-        "seq_len": rows.length, "vocab_size": rows.vocab, "pad_id": PAD, "ignore_label_id": PAD,
-        "blank_identifier_id": 0, "num_puzzle_identifiers": rows.identifiers_count,
-        "total_groups": group_count, "mean_puzzle_examples": len(rows) / puzzle_count, "total_puzzles": puzzle_count,
-        "sets": ["all"], "kind": rows.kind, "causal": rows.causal,
-    }  # fmt: skip
-    (side / "dataset.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    facts = facts_of(rows.length, rows.vocab, rows.identifiers_count, group_count, puzzle_count, len(rows))
+    write_facts(side, facts | {"kind": rows.kind, "causal": rows.causal})
     arrays = {
-        "inputs": rows.inputs, "labels": np.where(rows.labels == rows.ignored, PAD, rows.labels),
+        "inputs": rows.inputs, "labels": np.where(rows.labels == rows.ignored, IGNORED, rows.labels),
         "puzzle_identifiers": rows.identifiers[groups.starts[:-1]], "puzzle_indices": groups.starts,
         "group_indices": groups.firsts, "budgets": rows.budgets, "difficulty": rows.difficulty,
     }  # fmt: skip
     for name, values in arrays.items():
-        values = np.ascontiguousarray(values, np.int32)
-        # not np.save: on a full disk it raises OSError without an errno, just "9720 requested and 4064 written"
-        with open(side / f"all__{name}.npy", "wb") as file:
-            np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(values))
-            file.write(values.data)
+        write_array(side, name, values)
 
 
-def load(path: str) -> tuple[PuzzleRows, PuzzleRows]:
+def load(path: str, unlabelled: bool = False) -> tuple[PuzzleRows, PuzzleRows]:
     """Training and held-out rows from a folder or URL; inputs and labels stay in their files, mapped into memory, which
-    all workers of a host share. Raises UserError naming the file that is missing or does not match dataset.json, if
-    the two sides do not match, and if the arrays do not fit in this machine's memory."""
+    all workers of a host share. unlabelled: keep held-out rows without any label, to answer them.
+
+    Raises UserError naming the file that is missing or does not match dataset.json, if the two sides do not match, and
+    if the arrays do not fit in this machine's memory.
+    """
     with urls.local_folder(path) as folder:
         size = sum(file.stat().st_size for side in SIDES for file in (folder / side).glob("all__*.npy"))
         check_memory(size, f"{path} (the arrays in its train/ and test/)", "the number of examples in it")
-        train, heldout = (_load(folder / side, f"{path.rstrip('/')}/{side}") for side in SIDES)
+        train, heldout = (
+            _load(folder / side, f"{path.rstrip('/')}/{side}", unlabelled and side == "test") for side in SIDES
+        )
     for name in ("length", "vocab", "identifiers_count", "kind", "causal"):
         if getattr(train, name) != getattr(heldout, name):
             raise UserError(
@@ -328,7 +324,7 @@ def _facts(folder: Path, shown: str) -> dict:
     return facts
 
 
-def _load(folder: Path, shown: str) -> PuzzleRows:
+def _load(folder: Path, shown: str, unlabelled: bool) -> PuzzleRows:
     if not folder.is_dir():
         raise UserError(f"{shown}: no such folder; scripts/build_puzzle_data.py writes train/ and test/")
     facts = _facts(folder, shown)
@@ -344,7 +340,7 @@ def _load(folder: Path, shown: str) -> PuzzleRows:
     labels = mapped("labels", vocab, *inputs.shape)
     ignored = -1 if ignored is None else ignored  # no label is −1
     asked = np.concatenate([(piece != ignored).sum(1) for piece in pieces(labels)])
-    if not ((asked == labels.shape[1]).all() if kind else asked.any()):
+    if not ((asked == labels.shape[1]).all() if kind else unlabelled or asked.any()):
         what = f"cells without a label, but a {kind} needs one in each" if kind else "no label at all"
         raise UserError(f"{shown}/all__labels.npy holds {what}{AGAIN}")
     named = array("puzzle_identifiers", facts["num_puzzle_identifiers"], None)
@@ -364,7 +360,7 @@ def _load(folder: Path, shown: str) -> PuzzleRows:
         identifiers_count=facts["num_puzzle_identifiers"], kind=kind, causal=facts.get("causal") is True,
         puzzle=puzzle, group=np.repeat(np.arange(len(firsts) - 1, dtype=np.int32), np.diff(firsts))[puzzle],
     )  # fmt: skip
-    labelled = asked > 0
+    labelled = (asked > 0) | unlabelled
     kept = rows if labelled.all() else rows.take(np.flatnonzero(labelled))
     # without groups if every remaining row is its own
     alone = {"puzzle": None, "group": None} if len(np.unique(kept.group)) == len(kept) else {}
