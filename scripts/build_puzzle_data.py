@@ -1,14 +1,17 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Write a dataset for pretrain.py: generated puzzles, or prompt → response pairs from a text.
+"""Write a dataset for pretrain.py: generated puzzles, published Sudoku, mazes or ARC tasks, or prompt → response pairs.
 
     python scripts/build_puzzle_data.py --kind sudoku6 --count 2000 --output-dir data/sudoku6
     python scripts/build_puzzle_data.py --kind maze9 --count 4000 --output-dir data/maze9
+    python scripts/build_puzzle_data.py --source maze-hard --augmentations 7 --output-dir data/mazes
+    python scripts/build_puzzle_data.py --source arc/training --test-source arc/evaluation --output-dir data/arc
     python scripts/build_puzzle_data.py --corpus pairs.jsonl --length 128 --iterations 8 --output-dir data/pairs
 
-pretrain.py trains a small network that reasons by recursion. Puzzles depend only on the seed. Each is proved to have
-only one solution, and no held-out puzzle (test/) is a symmetry of one in train/. A row of --corpus has the columns
-prompt, response and, optionally, iterations (the most segments for the row). Its tokens are bytes, and the loss is
-computed on the response only. The files are laid out as in the Tiny Recursive Model's datasets; docs/athena.md
+pretrain.py trains a small network that reasons by recursion. Generated puzzles depend only on the seed. Each is proved
+to have only one solution, and no held-out puzzle (test/) is a symmetry of one in train/. --source reads local files,
+CSV tables of Sudoku or mazes or JSON files of ARC tasks; what they hold is recognised. A row of --corpus has the
+columns prompt, response and, optionally, iterations (the most segments for the row). Its tokens are bytes, and the loss
+is computed on the response only. The files are laid out as in the Tiny Recursive Model's datasets; docs/athena.md
 describes them. --dry-run prints what would be written.
 """
 
@@ -33,6 +36,20 @@ class Config(ScriptConfig):
     corpus: str | None = opt.data(
         None, "text pairs instead of puzzles: .jsonl, .parquet or a hub dataset with prompt and response"
     )
+    source: str | None = opt.data(
+        None,
+        "local Sudoku or mazes: a CSV table, or a folder with train.csv and test.csv; or ARC tasks: a JSON file, a "
+        "folder of them or PREFIX of PREFIX_challenges.json, several separated by commas",
+    )
+    test_source: str | None = opt.data(
+        None, "with --source, what to test on: a CSV table [test.csv]; or ARC tasks, whose test pairs go to test/"
+    )
+    augmentations: int = opt.data(
+        0, "with --source, augmented copies of each training row, or of each ARC task", at_least=0, at_most=10**6
+    )
+    subsample: int | None = opt.data(
+        None, "with --source, use only this many random training rows, or tasks of --source [all]", at_least=1
+    )
     length: int = opt.data(128, "bytes per row of --corpus; longer rows are left out")
     causal: bool = opt.data(
         False, "with --corpus, feed the response as input too, each position seeing only those before it"
@@ -55,14 +72,26 @@ import numpy as np
 
 from qat_lora.backend.machine import check_memory
 from qat_lora.data.text import read_rows
+from qat_lora.errors import UserError
+from qat_lora.experiments.athena import grids, tables
+from qat_lora.experiments.athena.building import Built, build_tables, build_tasks, sample
 from qat_lora.experiments.athena.puzzles import as_text, check_request, side
 from qat_lora.experiments.athena.rows import corpus, draw, row_memory, save, split
+from qat_lora.experiments.athena.tasks import check_names, check_solved, read_tasks
 from qat_lora.run.files import check_new
 
 
 def main(cfg: Config) -> None:
     folder = Path(cfg.output_dir)
     check_new(folder)
+    if cfg.source and cfg.corpus:
+        raise UserError("--source and --corpus exclude each other; give one of them")
+    if cfg.source:
+        files = tables.files_of(cfg.source, cfg.test_source)
+        built = from_tables(cfg, folder, *files) if files else from_tasks(cfg, folder)
+        return built and show(built, folder)
+    if cfg.test_source or cfg.augmentations or cfg.subsample:
+        raise UserError("--test-source, --augmentations and --subsample need --source; add it or leave them out")
     if cfg.corpus:
         rows, long = corpus(read_rows(cfg.corpus), cfg.corpus, cfg.length, cfg.causal, cfg.iterations)
         print(f"{len(rows):,} rows of {rows.length} bytes; {long:,} longer rows left out")
@@ -83,6 +112,47 @@ def main(cfg: Config) -> None:
         return print(f"{len(train):,} training and {len(heldout):,} held-out rows would go to {folder}")
     save(folder, train, heldout)
     print(f"{len(train):,} rows in {folder}/train, {len(heldout):,} in {folder}/test")
+
+
+def from_tables(cfg: Config, folder: Path, train: Path, test: Path) -> Built | None:
+    """Write published Sudoku or mazes; a dry run checks only the first row."""
+    learned = tables.open_table(train)
+    tested = tables.open_table(test, learned.form)
+    learned.form.check_augmentations(cfg.augmentations)
+    print(f"{learned.count:,} rows of {learned.form.name} in {train}, {tested.count:,} in {test}")
+    if not cfg.dry_run:
+        return build_tables(folder, learned, tested, cfg.augmentations, cfg.subsample, cfg.seed)
+    count = len(sample(learned.count, cfg.subsample, str(train), np.random.default_rng(cfg.seed)))
+    return plan(count * (1 + cfg.augmentations), tested.count, learned.form.side**2, folder)
+
+
+def from_tasks(cfg: Config, folder: Path) -> Built | None:
+    """Write ARC tasks; a dry run reads all of them."""
+    if cfg.test_source is None:
+        raise UserError("ARC tasks need --test-source, whose test pairs go to test/; name a source of evaluation tasks")
+    train, test = read_tasks(cfg.source, "--source"), read_tasks(cfg.test_source, "--test-source")
+    check_solved(train)
+    check_names([*train, *test])
+    train = [train[number] for number in sample(len(train), cfg.subsample, cfg.source, np.random.default_rng(cfg.seed))]
+    print(f"{len(train):,} tasks to train on from {cfg.source}, {len(test):,} to test on from {cfg.test_source}")
+    if cfg.dry_run:
+        pairs = sum(len(task.train) + len(task.test) for task in train) + sum(len(task.train) for task in test)
+        copies = 1 + cfg.augmentations
+        return plan(pairs * copies, sum(len(task.test) for task in test) * copies, grids.LENGTH, folder)
+    return build_tasks(folder, train, test, cfg.augmentations, cfg.seed)
+
+
+def plan(train: int, test: int, length: int, folder: Path) -> None:
+    size = 2 * length * (train + test)  # bytes of inputs and labels
+    print(f"at most {train:,} training and {test:,} test rows would go to {folder}, {size / 1e9:,.3f} GB")
+
+
+def show(built: Built, folder: Path) -> None:
+    print(f"{built.train:,} rows ({built.puzzles:,} puzzles) in {folder}/train, {built.test:,} rows in {folder}/test")
+    if built.unknown:
+        print(f"{built.unknown:,} rows of test/ have no known solution; they are answered, but not measured")
+    if built.unknown == built.test:
+        print("pretrain.py needs some solutions to measure with: add a --test-source that has them")
 
 
 if __name__ == "__main__":
