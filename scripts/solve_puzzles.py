@@ -3,13 +3,15 @@
 
     python scripts/solve_puzzles.py --run runs/athena --puzzles puzzles.txt
     python scripts/solve_puzzles.py --run runs/athena --evaluate data/sudoku6
+    python scripts/solve_puzzles.py --run runs/arc --evaluate data/arc --answers submission.json
 
 The model is the best.pt of a finished run of pretrain.py, without --run that of the newest one, or a checkpoint of the
 published code, a file beside its all_config.yaml. Without --puzzles, puzzles are read from standard input. A puzzle is
 a grid of lines, or all of it in one line: in a Sudoku . or 0 is a blank; a maze has walls #, floors (. or a space), S
 and G. Each step is one segment (a step of deep supervision); the answer where the model halts is compared with the
 right one. --evaluate measures the test/ side of a folder of build_puzzle_data.py, or of one in the format of the Tiny
-Recursive Model, as the run itself does.
+Recursive Model, as the run itself does. For ARC tasks it also prints pass@1 and pass@2: all augmentations of a task
+vote for the answers to its tests.
 docs/athena.md is the runbook. Runs on CPU and CUDA.
 """
 
@@ -25,6 +27,7 @@ class Config(ScriptConfig):
     run: str | None = opt.model(None, "run directory of pretrain.py, or a published checkpoint [the newest run]")
     puzzles: str | None = opt.data(None, "text file with puzzles [standard input]")
     evaluate: str | None = opt.data(None, "evaluate on the test/ side of this folder instead of solving puzzles")
+    answers: str | None = opt.run(None, "with --evaluate on ARC tasks, write the two best answers to this JSON file")
     segments: int | None = opt.run(None, "most segments per puzzle [as in the run]", at_least=1, at_most=1000)
     batch_size: int = opt.run(64, "puzzles evaluated at a time", at_least=1)
 
@@ -33,7 +36,7 @@ if __name__ == "__main__":
     check_command_line(Config, "solve_puzzles", __doc__)  # before the imports that take seconds
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -41,12 +44,14 @@ import torch
 
 from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.errors import UserError
-from qat_lora.experiments.athena.evaluation import load_run, measure, steps
+from qat_lora.experiments.athena.evaluation import Answers, load_run, measure, steps
 from qat_lora.experiments.athena.model import RecursiveModel, RecursiveSpec
 from qat_lora.experiments.athena.puzzles import as_text, read_puzzles, side, verdict
 from qat_lora.experiments.athena.rows import PuzzleRows, load
+from qat_lora.experiments.athena.votes import Votes, open_votes
 from qat_lora.rl.completion import check_device
 from qat_lora.run.console import say
+from qat_lora.run.files import write_json
 from qat_lora.run.rundir import newest_run
 
 
@@ -56,13 +61,16 @@ def main(cfg: Config) -> None:
         raise UserError("--puzzles and --evaluate exclude each other; give one of them")
     run = Path(cfg.run) if cfg.run else newest_run(Path("runs/pretrain"))
     backend = open_backend(cfg.device, cfg.precision)
-    rows = None if cfg.evaluate is None else load(cfg.evaluate)[1]
+    votes = None if cfg.evaluate is None else open_votes(cfg.evaluate)
+    rows = None if cfg.evaluate is None else load(cfg.evaluate, unlabelled=votes is not None)[1]
     model, kind, segments = load_run(run, None if rows is None else rows.length)
     segments = cfg.segments or segments
     if cfg.evaluate is None and kind is None:
         raise UserError(f"{run} was trained on other rows than Sudoku or mazes; only --evaluate FOLDER works for it")
+    if cfg.answers and votes is None:
+        raise UserError(f"--answers {cfg.answers} needs --evaluate FOLDER with ARC tasks; leave it out")
     if rows is not None:
-        check_rows(cfg.evaluate, rows, model.spec, kind)
+        check_rows(cfg.evaluate, rows, model.spec, kind, votes)
     questions = [] if rows is not None else read_puzzles(kind, lines_of(cfg.puzzles, kind))
     if cfg.puzzles is not None:
         questions = list(questions)  # all of the file is checked before the first puzzle is solved
@@ -71,7 +79,9 @@ def main(cfg: Config) -> None:
         return
     backend.place(model)
     if rows is not None:
-        return show(measure(model, rows, segments, min(cfg.batch_size, len(rows)), backend), cfg.evaluate, segments)
+        see = votes and collector(votes, rows, backend)
+        show(measure(model, rows, segments, min(cfg.batch_size, len(rows)), backend, see), cfg.evaluate, segments)
+        return votes and show_votes(votes, cfg.answers)
     for question in questions:
         solve(model, kind, question, segments, backend)
 
@@ -106,9 +116,11 @@ def solve(model: RecursiveModel, kind: str, question: np.ndarray, segments: int,
     print(f"after {number} segment{'s' * (number > 1)}: {verdict(kind, question, found)}\n", flush=True)
 
 
-def check_rows(path: str, rows: PuzzleRows, spec: RecursiveSpec, kind: str | None) -> None:
-    """Raise UserError if a model of this spec and kind has no answers to the rows of a folder. Rows in the published
-    format have no kind."""
+def check_rows(path: str, rows: PuzzleRows, spec: RecursiveSpec, kind: str | None, votes: Votes | None) -> None:
+    """Raise UserError if a model of this spec and kind has no answers to the rows of a folder, or they do not match its
+    votes. Rows in the published format have no kind."""
+    if votes:
+        votes.check(path, rows.identifiers, rows.length)
     for name, there, wanted in (
         ("tokens per row", rows.length, spec.length), ("vocabulary", rows.vocab, spec.vocab),
         ("causal", rows.causal, spec.causal), ("kind", rows.kind or kind, kind or rows.kind),
@@ -124,8 +136,30 @@ def check_rows(path: str, rows: PuzzleRows, spec: RecursiveSpec, kind: str | Non
         )
 
 
+def collector(votes: Votes, rows: PuzzleRows, backend: TorchBackend) -> Callable[[np.ndarray, Answers], None]:
+    """A function for `measure` that counts the answers after all segments as votes."""
+
+    def see(at: np.ndarray, found: Answers) -> None:
+        there = at < len(rows)
+        answers, confidence = (each.numpy()[there] for each in backend.to_host([found.full, found.confidence]))
+        votes.add(rows.identifiers[at[there]], rows.inputs[at[there]], answers, confidence)
+
+    return see
+
+
+def show_votes(votes: Votes, path: str | None) -> None:
+    ks = [1, 2, *(k for k in (5, 10) if k <= votes.most)]
+    said = ", ".join(f"pass@{k} {share:.1%}" for k, share in votes.solved(ks).items())
+    say(f"vote   {said or 'no solution is known'} of {len(votes.tasks):,} tasks")
+    if path:
+        write_json(Path(path), votes.submission())
+        say(f"made   {path}")
+
+
 def show(figures: dict[str, float], path: str, segments: int) -> None:
     say(f"rows   {figures['heldout_rows']:,} of {path}")
+    if not figures["heldout_rows"]:
+        return
     say(
         f"halted {figures['heldout_exact']:.1%} of the rows and {figures['heldout_cells']:.1%} of the cells right, "
         f"after {figures['heldout_segments']:.1f} segments on average"

@@ -1,6 +1,6 @@
 """A recursive model's answers and their accuracy."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -29,21 +29,23 @@ from qat_lora.run.resuming import read_config
 
 @dataclass(frozen=True)
 class Answers:
-    """A model's answers: tokens [N, L] when each row first halts (early) and after all segments (full), and the number
-    of segments [N] until each row first halts."""
+    """A model's answers: tokens [N, L] when each row first halts (early) and after all segments (full), the number of
+    segments [N] until each row first halts, and the halting probability [N] after all segments (confidence)."""
 
     early: Tensor
     full: Tensor
     segments: Tensor
+    confidence: Tensor
 
 
 class Step(NamedTuple):
-    """What a model says after a segment: logits [B, L, V], which rows [B] had halted before it, and how many segments
-    [B] each row has run without those after it halted."""
+    """What a model says after a segment: logits [B, L, V], which rows [B] had halted before it, how many segments [B]
+    each row has run without those after it halted, and the halting logits [B]."""
 
     logits: Tensor
     halted: Tensor
     segments: Tensor
+    halt: Tensor
 
 
 @torch.no_grad()
@@ -57,7 +59,7 @@ def steps(model: RecursiveModel, batch: dict[str, Tensor], segments: int, backen
         with backend.autocast():
             z_H, z_L, logits, halt = model(z_H, z_L, batch["inputs"], picked)
         used = used + (~done).long()
-        yield Step(logits, done, used)
+        yield Step(logits, done, used, halt)
         done = done | halting(halt, used, batch["budgets"], segments)
         backend.step_boundary()
 
@@ -72,19 +74,23 @@ def answer(
     for step in steps(model, batch, segments, backend):
         full = step.logits.argmax(-1)
         early = torch.where(step.halted[:, None], early, full)
-    return Answers(early, full, step.segments), stablemax_loss(step.logits, batch["labels"])
+    found = Answers(early, full, step.segments, step.halt.float().sigmoid())
+    return found, stablemax_loss(step.logits, batch["labels"])
 
 
 @torch.no_grad()
 def measure(
-    model: RecursiveModel, rows: PuzzleRows, segments: int, batch_size: int, backend: TorchBackend
-) -> dict[str, float]:
+    model: RecursiveModel, rows: PuzzleRows, segments: int, batch_size: int, backend: TorchBackend,
+    see: Callable[[np.ndarray, Answers], object] | None = None,
+) -> dict[str, float]:  # fmt: skip
     """Measure a model on held-out rows. heldout_exact and heldout_cells: shares of rows and of labelled cells that are
     right when the row halts; heldout_exact_full and heldout_cells_full: the same after all segments; heldout_loss: mean
     loss per labelled cell after all segments; heldout_segments: mean number of segments until a row halts.
 
     All batches have the same size (the last one is padded), and each worker measures its share of every batch. Rows
-    without labels are left out of all metrics; heldout_rows is the number of rows measured.
+    without labels are left out of all metrics; heldout_rows is the number of rows measured, and the only metric if it
+    is 0. see(at, answers) gets the row numbers [B] of each batch, which may go beyond the last row, and this worker's
+    answers to them, on the device.
     """
     sums = torch.zeros(8, device=backend.device)
     share = batch_size // backend.world_size
@@ -95,6 +101,8 @@ def measure(
         batch["labels"][torch.from_numpy(at >= len(rows))] = IGNORE
         batch = backend.to_device(batch)
         found, loss = answer(model, batch, segments, backend)
+        if see:
+            see(at, found)
         labelled = batch["labels"] != IGNORE
         counts = labelled.any(1)
         tallies = [counts.sum(), labelled.sum(), loss.sum(), (found.segments * counts).sum()]
@@ -105,6 +113,8 @@ def measure(
         backend.step_boundary()
     totals = [sum(column) for column in zip(*backend.group.gather(backend.to_host(sums).tolist()))]
     count, cells, loss, used, early, early_cells, full, full_cells = totals
+    if not count:
+        return {"heldout_rows": 0}
     return {
         "heldout_exact": early / count, "heldout_cells": early_cells / cells,
         "heldout_exact_full": full / count, "heldout_cells_full": full_cells / cells,
