@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from arc_tasks import arc_tasks, write_folder, write_subset
+from puzzle_files import arc_tasks, write_folder, write_subset
 
 from qat_lora.backend import machine
 from qat_lora.errors import UserError

@@ -44,15 +44,16 @@ def build_tables(
     """Write the rows of two tables to a new folder; in train/ each row and its augmentations form a group."""
     form = train.form
     form.check_augmentations(augmentations)
-    chosen = set(sample(train.count, subsample, str(train.path), np.random.default_rng(seed)).tolist())
+    chosen = np.zeros(train.count, bool)
+    chosen[sample(train.count, subsample, str(train.path), np.random.default_rng(seed))] = True
     with (
         new_folder(folder) as part,
         Side(part / "train", form.side**2, form.vocab) as examples,
         Side(part / "test", form.side**2, form.vocab) as tests,
     ):
         for number, row in enumerate(watched(rows_of(train), "writing train/", train.count)):
-            if number in chosen:
-                images = form.augmented(*row, augmentations, np.random.default_rng([seed, number]))
+            if chosen[number]:
+                images = form.augmented(*row, augmentations, [seed, number])
                 examples.group((0, *pair) for pair in zip(*(rows[:, None] for rows in images)))
         for question, answer in watched(rows_of(test), "writing test/", test.count):
             tests.group([(0, question[None], answer[None])])

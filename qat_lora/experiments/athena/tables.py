@@ -46,15 +46,18 @@ class Form:
         return blanks | {str(digit): digit + puzzles.BLANK for digit in range(1, self.side + 1)}
 
     def augmented(
-        self, question: np.ndarray, answer: np.ndarray, count: int, rng: np.random.Generator
+        self, question: np.ndarray, answer: np.ndarray, count: int, seed: list[int]
     ) -> tuple[np.ndarray, np.ndarray]:
         """A row [L] and `count` augmentations of it, [1 + count, L]: random symmetries of a Sudoku, different rotations
         and reflections of a maze."""
+        if not count:
+            return question[None], answer[None]
+        rng = np.random.default_rng(seed)
         rows = [np.tile(row, (1 + count, 1)) for row in (question, answer)]
-        if count and self.kind:
+        if self.kind:
             for row, images in zip(rows, symmetries.variant(self.kind, rows[0][1:], rows[1][1:], rng)):
                 row[1:] = images
-        elif count:
+        else:
             for number, transform in enumerate(np.sort(rng.permutation(OTHERS)[:count]) + 1, 1):
                 for row in rows:
                     row[number] = turned(row[0].reshape(self.side, self.side), transform).ravel()

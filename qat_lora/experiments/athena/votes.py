@@ -22,13 +22,18 @@ FILES = ("identifiers.json", "test_puzzles.json")
 
 @dataclass
 class Candidate:
-    """A grid with the number of augmentations that answered it, the sum of their halting probabilities q, and the sum
-    of log(1 − q)."""
+    """An answer, as shape and bytes, with the number of augmentations that gave it, the sum of their halting
+    probabilities q, and the sum of log(1 − q)."""
 
-    grid: np.ndarray
+    key: tuple[tuple[int, int], bytes]
     count: int = 0
     total: float = 0.0
     doubt: float = 0.0
+
+    @property
+    def grid(self) -> np.ndarray:
+        shape, cells = self.key
+        return np.frombuffer(cells, np.uint8).reshape(shape)
 
     def add(self, probability: float) -> None:
         self.count += 1
@@ -61,9 +66,9 @@ class Votes:
         for identifier, question, answer, probability in grids:
             if identifier:
                 task, undo = undoing(self.names[identifier])
-                question, answer = undo(question), undo(answer)
-                candidates = self.found.setdefault((task, _key(question)), {})
-                candidates.setdefault(_key(answer), Candidate(answer)).add(probability)
+                candidates = self.found.setdefault((task, _key(undo(question))), {})
+                key = _key(undo(answer))
+                candidates.setdefault(key, Candidate(key)).add(probability)
 
     def ranked(self, task: str, question: np.ndarray, order: str = "votes") -> list[Candidate]:
         """The candidates for a test of a task, the best first; ties keep the order in which they came."""
@@ -80,7 +85,7 @@ class Votes:
         shares = []
         for name, task in self.tasks.items():
             known = [pair for pair in task["test"] if pair.get("output") is not None]
-            ranked = [[_key(each.grid) for each in self.ranked(name, _grid(pair["input"]), order)] for pair in known]
+            ranked = [[each.key for each in self.ranked(name, _grid(pair["input"]), order)] for pair in known]
             wanted = [_key(_grid(pair["output"])) for pair in known]
             if known:
                 shares.append([sum(key in keys[:k] for key, keys in zip(wanted, ranked)) / len(known) for k in ks])

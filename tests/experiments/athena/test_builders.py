@@ -1,7 +1,5 @@
-"""Datasets from ARC tasks and from tables of Sudoku and mazes, read back with a decoder of this file's own."""
+"""Datasets from ARC tasks, read back with a decoder of this file's own."""
 
-import csv
-import itertools
 import json
 import os
 import signal
@@ -12,14 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from arc_tasks import arc_task, arc_tasks, write_folder, write_subset
+from puzzle_files import arc_task, arc_tasks, read_side, write_folder, write_subset
 
 from qat_lora.errors import UserError
-from qat_lora.experiments.athena import grids, tables
-from qat_lora.experiments.athena.building import build_tables, build_tasks
-from qat_lora.experiments.athena.puzzles import as_text, solve
-from qat_lora.experiments.athena.rows import draw, load
+from qat_lora.experiments.athena import grids
+from qat_lora.experiments.athena.building import build_tasks
+from qat_lora.experiments.athena.rows import load
 from qat_lora.experiments.athena.tasks import check_names, check_solved, read_tasks
+from qat_lora.experiments.athena.writing import Side
 
 TRAINED, TESTED = ("mirror", "flip", "recolour", "double"), ("turn", "across")
 
@@ -35,20 +33,6 @@ def grid_at(row: np.ndarray) -> tuple[list[list[int]], tuple[int, int]]:
     ends = {(y, x) for y, x in ends if y < 30 and x < 30}
     assert {(y, x) for y in range(30) for x in range(30) if cells[y][x] == 1} == ends
     return [[cell - 2 for cell in line[left : right + 1]] for line in cells[top : bottom + 1]], (top, left)
-
-
-def read_side(folder: Path) -> tuple[dict, list[list[tuple[int, list]]]]:
-    """dataset.json and the groups, each a list of puzzles: identifier and rows."""
-    arrays = {path.stem.removeprefix("all__"): np.load(path) for path in folder.glob("*.npy")}
-    assert arrays["inputs"].dtype == arrays["labels"].dtype == np.uint8
-    starts, firsts = arrays["puzzle_indices"], arrays["group_indices"]
-    rows = list(zip(arrays["inputs"], arrays["labels"]))
-    puzzles = [
-        (int(number), rows[one:other]) for number, one, other in zip(arrays["puzzle_identifiers"], starts, starts[1:])
-    ]
-    return json.loads((folder / "dataset.json").read_text()), [
-        puzzles[one:other] for one, other in itertools.pairwise(firsts)
-    ]
 
 
 def plain(grid, name: str) -> list[list[int]]:
@@ -207,120 +191,7 @@ def test_rows_without_a_solution_come_last_and_have_no_labels(tasks, tmp_path):
         check_solved(read_tasks(unknown, "--source"))
 
 
-# -- tables ----------------------------------------------------------------------------------------------------------
-def write_table(path: Path, rows: list[tuple[str, str]], header=("source", "question", "answer", "rating")) -> Path:
-    path.parent.mkdir(exist_ok=True)
-    with open(path, "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(header)
-        writer.writerows(("made", *row, 3) for row in rows)
-    return path
-
-
-def texts(kind: str, count: int, seed: int = 0) -> list[tuple[str, str]]:
-    rows = draw(kind, count, seed)
-    return [tuple(as_text(kind, row).replace("\n", "") for row in pair) for pair in zip(rows.inputs, rows.labels)]
-
-
-def build(folder: Path, train: Path, test: Path, augmentations: int = 0, subsample: int | None = None, seed: int = 0):
-    table = tables.open_table(train)
-    return build_tables(folder, table, tables.open_table(test, table.form), augmentations, subsample, seed)
-
-
-def test_all_rotations_and_reflections_of_a_maze_form_a_group(tmp_path):
-    maze = texts("maze9", 4)
-    train, test = write_table(tmp_path / "train.csv", maze[:3]), write_table(tmp_path / "test.csv", maze[3:])
-    build(tmp_path / "data", train, test, augmentations=7)
-    facts, groups = read_side(tmp_path / "data" / "train")
-    assert (facts["seq_len"], facts["vocab_size"], facts["num_puzzle_identifiers"]) == (81, 6, 1)
-    for group, pair in zip(groups, maze[:3], strict=True):
-        assert [number for number, _ in group] == [0] * 8 and all(len(rows) == 1 for _, rows in group)
-        signs = [["# SGo".index(sign) + 1 for sign in text] for text in pair]
-        first = [np.array(row).reshape(9, 9) for row in signs]
-        wanted = [[np.rot90(g, k) for g in first] for k in range(4)]
-        wanted += [[change(g) for g in first] for change in (np.fliplr, np.flipud, np.transpose)]
-        wanted.append([np.fliplr(np.rot90(g)) for g in first])
-        found = [[row.reshape(9, 9).tolist() for row in rows[0]] for _, rows in group]
-        assert found == [[g.tolist() for g in pair] for pair in wanted]
-    assert len(read_side(tmp_path / "data" / "test")[1]) == 1
-    assert json.loads((tmp_path / "data" / "identifiers.json").read_text()) == ["<blank>"]
-    assert load(str(tmp_path / "data"))[0].groups.updates(1, 1) == 3
-    with pytest.raises(UserError, match="--augmentations 8: a maze has only 7"):
-        build(tmp_path / "more", train, test, augmentations=8)
-    build(tmp_path / "few", train, test, augmentations=2)
-    group = read_side(tmp_path / "few" / "train")[1][0]
-    assert len({rows[0][0].tobytes() for _, rows in group}) == 3
-
-
-def test_a_maze_of_even_size_is_read(tmp_path):
-    rows = [("####S G#####SG##"[:16], "####SoG#####SG##"[:16])]
-    train = write_table(tmp_path / "train.csv", rows)
-    build(tmp_path / "data", train, train)
-    assert load(str(tmp_path / "data"))[0].length == 16
-
-
-def test_augmentations_of_a_sudoku_are_sudokus_with_the_matching_answer(tmp_path):
-    rows = texts("sudoku9", 3)
-    train = write_table(tmp_path / "train.csv", [(q.replace(".", "0"), a) for q, a in rows[:2]])
-    build(tmp_path / "data", train, write_table(tmp_path / "test.csv", rows[2:]), augmentations=5)
-    facts, groups = read_side(tmp_path / "data" / "train")
-    assert (facts["seq_len"], facts["vocab_size"], facts["total_groups"], facts["total_puzzles"]) == (81, 11, 2, 12)
-    for group, (question, answer) in zip(groups, rows):
-        assert (group[0][1][0][0] == [1 if sign == "." else int(sign) + 1 for sign in question]).all()
-        assert (group[0][1][0][1] == [int(sign) + 1 for sign in answer]).all()
-        assert len({pair[0].tobytes() for _, (pair,) in group}) == 6
-        for _, (pair,) in group:
-            assert (solve(pair[0])[0] == pair[1]).all() and len(solve(pair[0])[0]) == 1
-    question = read_side(tmp_path / "data" / "test")[1][0][0][1][0][0]
-    assert (question == [1 if sign == "." else int(sign) + 1 for sign in rows[2][0]]).all()
-
-
-def test_a_subsample_is_random_and_repeatable(tmp_path):
-    rows = texts("sudoku4", 12)
-    train, test = write_table(tmp_path / "train.csv", rows[:10]), write_table(tmp_path / "test.csv", rows[10:])
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        assert build(tmp_path / name, train, test, subsample=4, seed=seed).train == 4
-    a, b, c = (load(str(tmp_path / name))[0] for name in "abc")
-    assert a.fingerprint == b.fingerprint != c.fingerprint and len(load(str(tmp_path / "a"))[1]) == 2
-    with pytest.raises(UserError, match=r"--subsample 11 is more than the 10 in .*train\.csv; use at most 10"):
-        build(tmp_path / "d", train, test, subsample=11)
-
-
 # -- bad input -------------------------------------------------------------------------------------------------------
-GOOD = ("1.34" * 4, "1234" * 4)
-
-
-@pytest.mark.parametrize("rows, header, said", [
-    ([GOOD], ("source", "puzzle", "answer", "rating"), r"t\.csv: no column question; the first line must name it"),
-    ([GOOD, ("1.3x" * 4, GOOD[1])], None, r"t\.csv line 3: 'x' is in no sudoku4; use '\.'"),
-    ([GOOD, ("1.3é" * 4, GOOD[1])], None, r"line 3: 'é' is in no sudoku4"),
-    ([GOOD, ("1.3日" * 4, GOOD[1])], None, r"line 3: '日' is in no sudoku4"),
-    ([GOOD, (GOOD[0], "123")], None, "line 3: the answer has 3 characters, but a sudoku4 has 16"),
-    ([GOOD, (GOOD[0], "2134" * 4)], None, "line 3: the answer has a blank or changes a given digit"),
-    ([GOOD, (GOOD[0], GOOD[0])], None, "line 3: the answer has a blank"),
-    ([("#S G#", "#SoG#")], None, "line 2: the question has 5 characters, so it is not a square maze"),
-    ([("12345", "12345")], None, "line 2: the question has 5 characters; a Sudoku has 16, 36 or 81"),
-    ([("#S?G", "#S?G")], None, r"line 2: '\?' is in no puzzle"), ([], None, "has no rows"),
-])  # fmt: skip
-def test_an_error_names_the_line_of_a_table_and_nothing_is_left(rows, header, said, tmp_path):
-    args = {} if header is None else {"header": header}
-    path = write_table(tmp_path / "t.csv", rows, **args)
-    with pytest.raises(UserError, match=said) as error:
-        build(tmp_path / "data", path, path)
-    assert len(str(error.value).splitlines()) == 1 and [each.name for each in tmp_path.iterdir()] == ["t.csv"]
-
-
-def test_a_short_row_or_a_binary_table_is_refused(tmp_path):
-    (tmp_path / "a.csv").write_text("source,question,answer\nx,1.34\n")
-    (tmp_path / "b.csv").write_bytes(b"source,question,answer\nx,\xff\xfe,y\n")
-    with pytest.raises(UserError, match=r"a\.csv line 2 has only 2 columns"):
-        tables.open_table(tmp_path / "a.csv")
-    with pytest.raises(UserError, match=r"b\.csv cannot be read as a CSV table"):
-        tables.open_table(tmp_path / "b.csv")
-    with pytest.raises(UserError, match=r"c\.csv: no such file"):
-        tables.open_table(tmp_path / "c.csv")
-
-
 def grid(**changes):
     """A task with one changed grid: first train pair's output."""
     task = arc_task("turn")
@@ -409,3 +280,41 @@ def test_a_killed_build_leaves_no_dataset_and_the_next_one_succeeds(tmp_path):
     build_tasks(tmp_path / "data", *(read_tasks(source, "--source") for source in sources), 2, seed=0)
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "data"}
     assert len(load(str(tmp_path / "data"))[0]) == 3 * (4 + 3)
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+MEASURE = """
+import sys
+from qat_lora.backend.machine import hand_back_memory
+from qat_lora.experiments.athena.rows import load
+
+def own():
+    hand_back_memory()
+    lines = open("/proc/self/status").read().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+before = own()
+train, heldout = load(sys.argv[1])
+train.fingerprint, heldout.fingerprint, train.groups
+chosen = train.chosen(0, 8)
+for _ in range(50):
+    train.batch(next(chosen))
+print(own() - before, len(heldout), heldout.unlabelled)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_neither_identifiers_nor_rows_without_a_solution_make_loading_copy_a_dataset(tmp_path):
+    """90 MB of rows. A copy of those of test/ that have labels would take 40 MB of a process's own memory."""
+    rng = np.random.default_rng(0)
+    for name in ("train", "test"):
+        with Side(tmp_path / name, grids.LENGTH, grids.VOCAB) as side:
+            for group in range(25):
+                rows = rng.integers(1, 12, (1000, grids.LENGTH), np.uint8)
+                labels = rows * (name == "train" or group < 22)
+                side.group((1 + 100 * group + at, rows[at * 10 :][:10], labels[at * 10 :][:10]) for at in range(100))
+            side.finish(identifiers=2501)
+    stored = sum(file.stat().st_size for file in tmp_path.rglob("*.npy"))
+    done = subprocess.run([sys.executable, "-c", MEASURE, tmp_path], capture_output=True, text=True, check=True)
+    used, labelled, unlabelled = map(int, done.stdout.split())
+    assert used < 0.1 * stored and (labelled, unlabelled) == (22_000, 3_000), used / stored

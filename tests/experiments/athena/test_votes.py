@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from arc_tasks import arc_tasks, write_folder
+from puzzle_files import arc_tasks, write_folder
 
 from qat_lora.errors import UserError
 from qat_lora.experiments.athena import grids

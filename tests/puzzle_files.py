@@ -1,5 +1,7 @@
-"""Small ARC tasks made on the spot, and files of them in both published layouts."""
+"""Small ARC tasks made on the spot, files of them in both published layouts, and a reader of the datasets built from
+them."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -47,3 +49,17 @@ def write_folder(folder: Path, tasks: dict[str, dict]) -> str:
     for name, task in tasks.items():
         (folder / f"{name}.json").write_text(json.dumps(task))
     return str(folder)
+
+
+def read_side(folder: Path) -> tuple[dict, list[list[tuple[int, list]]]]:
+    """dataset.json and the groups, each a list of puzzles: identifier and rows."""
+    arrays = {path.stem.removeprefix("all__"): np.load(path) for path in folder.glob("*.npy")}
+    assert arrays["inputs"].dtype == arrays["labels"].dtype == np.uint8
+    starts, firsts = arrays["puzzle_indices"], arrays["group_indices"]
+    rows = list(zip(arrays["inputs"], arrays["labels"]))
+    puzzles = [
+        (int(number), rows[one:other]) for number, one, other in zip(arrays["puzzle_identifiers"], starts, starts[1:])
+    ]
+    return json.loads((folder / "dataset.json").read_text()), [
+        puzzles[one:other] for one, other in itertools.pairwise(firsts)
+    ]
