@@ -38,6 +38,7 @@ SLOW = (
     "scripts/test_smoke_test", "models/test_zoo_uses", "models/test_zoo_pipeline", "export/test_formats",
     "experiments/legal/test_citations", "scripts/test_export_model", "scripts/test_chat_template",
     "lora/test_adapter_targets", "experiments/athena/test_training", "lora/test_recovery", "backend/test_detect",
+    "scripts/test_build_puzzle_data", "experiments/athena/test_builders",
     "rl/test_grpo", "scripts/test_report_recovery", "test_layer_qat", "experiments/athena/test_puzzles",
     "train/test_qat", "models/test_multimodal", "experiments/musclebob/test_rewards",
     "scripts/test_packaged_model", "repo/test_help", "backend/test_torch", "backend/test_heap",

@@ -68,14 +68,11 @@ def build_tasks(folder: Path, train: list[Task], test: list[Task], augmentations
     """Write tasks to a new folder. A task and its augmentations form a group, each a puzzle with its own identifier.
 
     train/ gets all pairs of the tasks in `train` and the demonstrations of those in `test`, test/ the tests of the
-    latter, with the same identifiers. A test without a known output gets a row without labels, behind those that have
-    one, so that reading the labelled rows needs no copy.
+    latter, with the same identifiers. A test without a known output gets a row without labels. Identifiers depend on
+    the order of the tasks only, not on which outputs are known.
     """
     names, unknown = [grids.BLANK], 0
-    tasks = [
-        *((task, False) for task in train),
-        *((task, True) for task in sorted(test, key=lambda task: not task.solved)),
-    ]
+    tasks = [*((task, False) for task in train), *((task, True) for task in test)]
     with (
         new_folder(folder) as part,
         Side(part / "train", grids.LENGTH, grids.VOCAB) as examples,

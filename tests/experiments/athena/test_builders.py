@@ -172,11 +172,11 @@ def test_a_crop_is_the_largest_coloured_rectangle_at_the_top_left():
 
 
 # -- tests without a solution ----------------------------------------------------------------------------------------
-def test_rows_without_a_solution_come_last_and_have_no_labels(tasks, tmp_path):
+def test_rows_without_a_solution_have_no_labels_and_the_same_identifiers(tasks, tmp_path):
     known = write_subset(tmp_path / "arc_evaluation", {"across": tasks["across"]})
     unknown = write_subset(tmp_path / "arc_test", {"turn": tasks["turn"]}, solved=False)
     train = read_tasks(write_folder(tmp_path / "train", {"flip": tasks["flip"]}), "--source")
-    built = build_tasks(tmp_path / "data", train, read_tasks(f"{unknown},{known}", "--test-source"), 3, seed=0)
+    built = build_tasks(tmp_path / "data", train, read_tasks(f"{known},{unknown}", "--test-source"), 3, seed=0)
     assert built.unknown == 8 and built.test == 16
     labels = np.load(tmp_path / "data" / "test" / "all__labels.npy")
     assert labels[:8].any(1).all() and not labels[8:].any()
