@@ -128,9 +128,10 @@ def from_tables(cfg: Config, folder: Path, train: Path, test: Path) -> Built | N
 
 def from_tasks(cfg: Config, folder: Path) -> Built | None:
     """Write ARC tasks; a dry run reads all of them."""
+    train = read_tasks(cfg.source, "--source")
     if cfg.test_source is None:
         raise UserError("ARC tasks need --test-source, whose test pairs go to test/; name a source of evaluation tasks")
-    train, test = read_tasks(cfg.source, "--source"), read_tasks(cfg.test_source, "--test-source")
+    test = read_tasks(cfg.test_source, "--test-source")
     check_solved(train)
     check_names([*train, *test])
     train = [train[number] for number in sample(len(train), cfg.subsample, cfg.source, np.random.default_rng(cfg.seed))]
