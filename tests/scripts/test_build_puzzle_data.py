@@ -161,8 +161,7 @@ def test_a_run_on_arc_tasks_is_evaluated_by_a_vote(run, build, sources, capsys):
     run("solve_puzzles", *words, "--evaluate", "data", "--answers", "out/submission.json")
     said = capsys.readouterr().out
     assert "rows   4 of data" in said and "full   0.0% of the rows" in said
-    assert re.search(r"vote   pass@1 0\.0%, pass@2 0\.0%.* of 2 tasks \(most votes first\)", said)
-    assert re.search(r"vote   pass@1 0\.0%, pass@2 0\.0%.* of 2 tasks \(highest pooled confidence first\)", said)
+    assert re.search(r"vote   pass@1 0\.0%, pass@2 0\.0%.* of 2 tasks", said)
     answers = json.loads(Path("out/submission.json").read_text())
     assert [len(answers[name]) for name in ("across", "turn")] == [1, 2]
     assert all(set(pair) == {"attempt_1", "attempt_2"} for tests in answers.values() for pair in tests)

@@ -5,7 +5,6 @@ the same grid, and equal ones are pooled.
 """
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,31 +21,17 @@ FILES = ("identifiers.json", "test_puzzles.json")
 
 @dataclass
 class Candidate:
-    """An answer, as shape and bytes, with the number of augmentations that gave it, the sum of their halting
-    probabilities q, and the sum of log(1 − q)."""
+    """An answer, as shape and bytes, with the number of augmentations that gave it and the sum of their halting
+    probabilities."""
 
     key: tuple[tuple[int, int], bytes]
     count: int = 0
     total: float = 0.0
-    doubt: float = 0.0
 
     @property
     def grid(self) -> np.ndarray:
         shape, cells = self.key
         return np.frombuffer(cells, np.uint8).reshape(shape)
-
-    def add(self, probability: float) -> None:
-        self.count += 1
-        self.total += probability
-        self.doubt += math.log1p(-probability) if probability < 1 else -math.inf
-
-
-# How to order candidates, the best first. By votes: number of votes, then mean halting probability, as published. By
-# confidence: the probability 1 − Π(1 − q) that one of the votes is right if they were independent, then the number.
-ORDERS = {
-    "votes": lambda found: (-found.count, -found.total / found.count),
-    "confidence": lambda found: (found.doubt, -found.count),
-}
 
 
 class Votes:
@@ -68,37 +53,50 @@ class Votes:
                 task, undo = undoing(self.names[identifier])
                 candidates = self.found.setdefault((task, _key(undo(question))), {})
                 key = _key(undo(answer))
-                candidates.setdefault(key, Candidate(key)).add(probability)
+                found = candidates.setdefault(key, Candidate(key))
+                found.count, found.total = found.count + 1, found.total + probability
 
-    def ranked(self, task: str, question: np.ndarray, order: str = "votes") -> list[Candidate]:
-        """The candidates for a test of a task, the best first; ties keep the order in which they came."""
-        return sorted(self.found.get((task, _key(question)), {}).values(), key=ORDERS[order])
+    def ranked(self, task: str, question: np.ndarray) -> list[Candidate]:
+        """The candidates for a test of a task: those with the most votes first, then those with the highest mean
+        halting probability, then the first to come."""
+        found = self.found.get((task, _key(question)), {}).values()
+        return sorted(found, key=lambda each: (-each.count, -each.total / each.count))
+
+    def check(self, path: str, identifiers: np.ndarray, length: int) -> None:
+        """Raise UserError if rows are not canvases of tasks, or have identifiers without a name."""
+        if length != LENGTH:
+            raise UserError(f"{path}: rows have {length} tokens, but canvases of ARC tasks {LENGTH}; rebuild the folder")
+        if int(identifiers.max()) >= len(self.names):
+            raise UserError(
+                f"{path}: {FILES[0]} has {len(self.names)} names, but rows have identifiers up to "
+                f"{identifiers.max()}; rebuild the folder"
+            )
 
     @property
     def most(self) -> int:
         """The largest number of candidates for a test."""
         return max(map(len, self.found.values()), default=0)
 
-    def solved(self, ks: Sequence[int], order: str = "votes") -> dict[int, float]:
+    def solved(self, ks: Sequence[int]) -> dict[int, float]:
         """pass@k for each k: the share of a task's tests whose output is among their first k candidates, averaged over
         the tasks. Tests without a known output are left out; empty if there is no other."""
         shares = []
         for name, task in self.tasks.items():
             known = [pair for pair in task["test"] if pair.get("output") is not None]
-            ranked = [[each.key for each in self.ranked(name, _grid(pair["input"]), order)] for pair in known]
+            ranked = [[each.key for each in self.ranked(name, _grid(pair["input"]))] for pair in known]
             wanted = [_key(_grid(pair["output"])) for pair in known]
             if known:
                 shares.append([sum(key in keys[:k] for key, keys in zip(wanted, ranked)) / len(known) for k in ks])
         return dict(zip(ks, np.mean(shares, 0).tolist())) if shares else {}
 
-    def submission(self, attempts: int = 2, order: str = "votes") -> dict[str, list[dict]]:
+    def submission(self, attempts: int = 2) -> dict[str, list[dict]]:
         """The first candidates of each test of each task, as in a submission to ARC Prize; if there are fewer, the
         first one again."""
         answers = {}
         for name, task in self.tasks.items():
             answers[name] = []
             for pair in task["test"]:
-                grids = [each.grid.tolist() or [[0]] for each in self.ranked(name, _grid(pair["input"]), order)]
+                grids = [each.grid.tolist() or [[0]] for each in self.ranked(name, _grid(pair["input"]))]
                 first = grids[0] if grids else [[0]]
                 chosen = (grids + [first] * attempts)[:attempts]
                 answers[name].append({f"attempt_{number}": grid for number, grid in enumerate(chosen, 1)})
@@ -120,17 +118,6 @@ def open_votes(path: str) -> Votes | None:
         if not isinstance(pairs, list) or not all(isinstance(pair, dict) and "input" in pair for pair in pairs):
             raise UserError(f"{path}/{FILES[1]} is damaged: task {name} has no list of tests; rebuild the folder")
     return Votes(names, tasks)
-
-
-def check_rows(votes: Votes, path: str, identifiers: np.ndarray, length: int) -> None:
-    """Raise UserError if rows are not canvases of tasks, or have identifiers without a name."""
-    if length != LENGTH:
-        raise UserError(f"{path}: rows have {length} tokens, but those of ARC tasks have {LENGTH}; rebuild the folder")
-    if int(identifiers.max()) >= len(votes.names):
-        raise UserError(
-            f"{path}: {FILES[0]} has {len(votes.names)} names, but rows have identifiers up to {identifiers.max()}; "
-            "rebuild the folder"
-        )
 
 
 def _names(file: Path) -> list[str]:

@@ -11,7 +11,7 @@ from qat_lora.experiments.athena import grids
 from qat_lora.experiments.athena.building import build_tasks
 from qat_lora.experiments.athena.rows import load
 from qat_lora.experiments.athena.tasks import read_tasks
-from qat_lora.experiments.athena.votes import Votes, check_rows, open_votes
+from qat_lora.experiments.athena.votes import Votes, open_votes
 
 SQUARE = np.array([[1, 2], [3, 4]], np.uint8)
 
@@ -34,27 +34,18 @@ def votes_of(answers: list[tuple[int, float]], known: bool = True) -> Votes:
     return votes
 
 
-def order_of(votes: Votes, order: str) -> list[int]:
-    return [int(each.grid[0, 0]) for each in votes.ranked("task", SQUARE, order)]
+def order_of(votes: Votes) -> list[int]:
+    return [int(each.grid[0, 0]) for each in votes.ranked("task", SQUARE)]
 
 
-def test_the_two_orders_differ_as_documented():
+def test_votes_count_before_probabilities():
     votes = votes_of([(1, 0.9), (2, 0.1), (2, 0.2), (2, 0.1), (3, 0.3), (3, 0.4)])
-    assert order_of(votes, "votes") == [2, 3, 1], "three votes, two votes, one vote"
-    assert order_of(votes, "confidence") == [1, 3, 2], "0.9, 1 − 0.7 · 0.6 = 0.58, 1 − 0.9 · 0.8 · 0.9 = 0.352"
+    assert order_of(votes) == [2, 3, 1]
     assert votes.solved([1, 2, 3]) == {1: 0.0, 2: 0.0, 3: 1.0} and votes.most == 3
-    assert votes.solved([1, 2], "confidence") == {1: 1.0, 2: 1.0}
+    assert order_of(votes_of([(1, 0.2), (2, 0.9), (1, 0.4), (2, 0.1)])) == [2, 1], "the mean decides a tie"
 
 
-def test_ties_go_to_the_mean_probability_and_certainty_to_the_number_of_votes():
-    assert order_of(votes_of([(1, 0.2), (2, 0.9), (1, 0.4), (2, 0.1)]), "votes") == [2, 1]
-    assert order_of(votes_of([(1, 1.0), (2, 1.0), (2, 0.5)]), "confidence") == [2, 1]
-    many = votes_of([(1, 0.999)] * 30 + [(2, 0.999)] * 31)
-    assert order_of(many, "confidence") == [2, 1], "1 − Π(1 − q) rounds to 1 for both"
-
-
-@pytest.mark.parametrize("order", ["votes", "confidence"])
-def test_a_vote_equals_a_count_by_brute_force(order, tmp_path):
+def test_a_vote_equals_a_count_by_brute_force(tmp_path):
     """Random answers to 2 tests each of 3 tasks, under 15 augmentations."""
     tasks = arc_tasks(["flip", "turn", "double"], tests=2)
     train = read_tasks(write_folder(tmp_path / "a", arc_tasks(["mirror"])), "--source")
@@ -71,7 +62,7 @@ def test_a_vote_equals_a_count_by_brute_force(order, tmp_path):
     votes = open_votes(str(tmp_path / "data"))
     for part in np.array_split(np.arange(len(rows)), 7):
         votes.add(rows.identifiers[part], rows.inputs[part], answers[part], chances[part])
-    found = votes.solved([1, 2, 5], order)
+    found = votes.solved([1, 2, 5])
 
     shares = {k: [] for k in (1, 2, 5)}
     for name, task in tasks.items():
@@ -85,11 +76,8 @@ def test_a_vote_equals_a_count_by_brute_force(order, tmp_path):
                 if title.split("|||")[0] == name and asked == pair["input"]:
                     pool.setdefault(json.dumps(said), []).append(chances[at])
             assert sum(map(len, pool.values())) == 15
-            if order == "votes":
-                key = lambda said: (len(pool[said]), np.mean(pool[said]))  # noqa: B023, E731
-            else:
-                key = lambda said: (1 - np.prod(1 - np.array(pool[said])), len(pool[said]))  # noqa: B023, E731
-            ranked = sorted(pool, key=key, reverse=True)
+            counted = {said: (len(chances), np.mean(chances)) for said, chances in pool.items()}
+            ranked = sorted(counted, key=counted.get, reverse=True)
             for k in right:
                 right[k] += json.dumps(pair["output"]) in ranked[:k]
         for k in shares:
@@ -127,6 +115,6 @@ def test_a_folder_that_does_not_match_its_names_is_refused(tmp_path):
             open_votes(str(tmp_path))
     votes = Votes(["<blank>", "a"], task)
     with pytest.raises(UserError, match="rows have 81 tokens, but those of ARC tasks have 900"):
-        check_rows(votes, "data", np.array([1]), 81)
+        votes.check("data", np.array([1]), 81)
     with pytest.raises(UserError, match="has 2 names, but rows have identifiers up to 2"):
-        check_rows(votes, "data", np.array([2]), 900)
+        votes.check("data", np.array([2]), 900)
