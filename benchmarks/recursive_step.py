@@ -4,6 +4,7 @@
     python benchmarks/recursive_step.py --precision bf16 --mixer attention
     python benchmarks/recursive_step.py --puzzle sudoku9 --hidden-size 512 --num-heads 8 --H-cycles 3 --L-cycles 6 \
         --puzzle-emb-len 16 --batch-size 8    # the published network
+    python benchmarks/recursive_step.py --identifiers 876406 --hidden-size 64 --turns 15
 
 Without a hub the published code is not available, so benchmarks/plain_trm.py has its arithmetic in plain PyTorch; the
 tests check that our model equals it in fp64. Both sides have the same sizes, number of weights, rows and dtype, and do
@@ -12,6 +13,8 @@ clips gradients and updates the puzzle embeddings. The plain side fetches its me
 runs twice: as written, and with the whole model in torch.compile, as the published training does on a GPU. The sides
 alternate; a turn is one step of each, and the first two turns are not counted. Also measured: the peak memory of a
 process with 1, 2, 4 and 8 H cycles, and how many graphs XLA compiles (on its CPU device) in ten updates with halts.
+
+--identifiers N compares something else: our update with N puzzle embeddings and with 1,000.
 """
 
 import multiprocessing
@@ -23,6 +26,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 
+import numpy as np
 import torch
 from plain_trm import PlainTraining, PlainTRM, Sizes
 
@@ -37,7 +41,7 @@ from qat_lora.run.command_line import run_script
 from qat_lora.run.options import ScriptConfig, option
 from qat_lora.run.scripts import load_script
 
-WARM, SEGMENTS = 2, 16
+WARM, SEGMENTS, FEW = 2, 16, 1000
 MIXERS = {"mlp": True, "attention": False}
 
 
@@ -53,6 +57,10 @@ class Config(ScriptConfig):
     L_cycles: int = option(3, "updates of the reasoning state before each update of the answer", at_least=1)
     puzzle_emb_len: int = option(1, "positions of the puzzle's embedding", at_least=1)
     turns: int = option(9, "timed turns, after two that are not counted")
+    identifiers: int | None = option(
+        None, "compare an update with this many puzzle embeddings to one with 1,000 [compare with plain_trm.py]",
+        at_least=1,
+    )  # fmt: skip
 
 
 def main(cfg: Config) -> None:
@@ -69,30 +77,40 @@ def main(cfg: Config) -> None:
     if cfg.dry_run:
         return
     for mixer in MIXERS if cfg.mixer == "both" else [cfg.mixer]:
+        if cfg.identifiers:
+            many, few = zip(*run_tables(cfg, backend, MIXERS[mixer]))
+            print(f"{mixer}: {compared(f'{cfg.identifiers:,} embeddings', many, f'{FEW:,}', few)}", flush=True)
+            continue
         ours, *others = zip(*run_turns(cfg, backend, MIXERS[mixer]))
         for name, theirs in zip(("plain", "plain compiled"), others):
-            ratios = sorted(one / other for one, other in zip(ours, theirs))
-            print(
-                f"{mixer}: ours {median(ours):.3f} s, {name} {median(theirs):.3f} s; ours / {name} "
-                f"{median(ratios):.2f} ({ratios[0]:.2f}–{ratios[-1]:.2f})",
-                flush=True,
-            )
+            print(f"{mixer}: {compared('ours', ours, name, theirs)}", flush=True)
         peaks = [apart(peak, cfg, str(backend.kind), MIXERS[mixer], cycles) for cycles in (1, 2, 4, 8)]
         print(f"{mixer}: peak memory with 1, 2, 4, 8 H cycles: {', '.join(f'{mb:.0f}' for mb in peaks)} MB", flush=True)
         first, last = apart(compiles, cfg, "xla", MIXERS[mixer], cfg.H_cycles)
         print(f"{mixer}: graphs compiled by XLA: {first} after one update, {last} after ten", flush=True)
 
 
+def compared(name: str, seconds: tuple[float, ...], other: str, others: tuple[float, ...]) -> str:
+    """Both medians, and the median and range of the ratio within a turn."""
+    ratios = sorted(one / another for one, another in zip(seconds, others))
+    return (
+        f"{name} {median(seconds):.3f} s, {other} {median(others):.3f} s; {name} / {other} {median(ratios):.2f} "
+        f"({ratios[0]:.2f}–{ratios[-1]:.2f})"
+    )
+
+
 def sizes_of(cfg: Config, mlp_t: bool, rows) -> RecursiveSpec:
     return RecursiveSpec(
         rows.vocab, rows.length, cfg.hidden_size, cfg.num_heads, L_layers=cfg.L_layers, H_cycles=cfg.H_cycles,
-        L_cycles=cfg.L_cycles, puzzle_emb_len=cfg.puzzle_emb_len, mlp_t=mlp_t,
+        L_cycles=cfg.L_cycles, puzzle_emb_len=cfg.puzzle_emb_len, mlp_t=mlp_t, identifiers=rows.identifiers_count,
     )  # fmt: skip
 
 
-def training(cfg: Config, backend: TorchBackend, mlp_t: bool) -> tuple[Trainer, PuzzleRows]:
-    """Our trainer and its rows."""
+def training(cfg: Config, backend: TorchBackend, mlp_t: bool, identifiers: int = 1) -> tuple[Trainer, PuzzleRows]:
+    """Our trainer and its rows, each with a random identifier."""
     rows = draw(cfg.puzzle, 2 * cfg.batch_size, cfg.seed)
+    numbers = np.random.default_rng(cfg.seed).integers(identifiers, size=len(rows))
+    rows = replace(rows, identifiers=numbers, identifiers_count=identifiers)
     plan = RecursivePlan(
         steps=1000, batch_size=cfg.batch_size, learning_rate=1e-4, warmup_steps=10, clip_grad_norm=1.0, seed=cfg.seed,
         segments=SEGMENTS,
@@ -130,6 +148,18 @@ def run_turns(cfg: Config, backend: TorchBackend, mlp_t: bool) -> list[tuple[flo
 
     session.after = others_turn
     train(trainer, rows, session)
+    return times[WARM:]
+
+
+def run_tables(cfg: Config, backend: TorchBackend, mlp_t: bool) -> list[tuple[float, float]]:
+    """Seconds of each turn: an update with `cfg.identifiers` embeddings, and one with few. Every other turn starts with
+    the second."""
+    sides, times = [training(cfg, backend, mlp_t, count) for count in (cfg.identifiers, FEW)], []
+    for number in range(1, cfg.turns + WARM + 1):
+        sessions = [Turns(backend, number, number) for _ in sides]
+        for at in (0, 1) if number % 2 else (1, 0):
+            train(*sides[at], sessions[at])
+        times.append(tuple(session.seconds for session in sessions))
     return times[WARM:]
 
 
