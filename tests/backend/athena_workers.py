@@ -15,7 +15,7 @@ from qat_lora.experiments.athena.model import RecursiveModel, RecursiveSpec
 from qat_lora.experiments.athena.rows import draw, split
 from qat_lora.experiments.athena.training import RecursivePlan, Trainer
 
-STEPS, IDENTIFIERS = 6, 3
+STEPS, IDENTIFIERS = 6, 7  # of which the rows have 1, 3 and 5
 ONE_AT_A_TIME = threading.Lock()  # the workers are threads of one process and share its generator
 
 
@@ -23,7 +23,7 @@ def train(backend, out: Path) -> None:
     """Write this worker's weights (puzzle embeddings included), and each update's figures and graphs as JSON."""
     with ONE_AT_A_TIME:
         train, heldout = split(draw("sudoku4", 40, 0), 0.2, 0)
-        train = replace(train, identifiers=np.arange(len(train)) % IDENTIFIERS)
+        train = replace(train, identifiers=np.arange(len(train)) % 3 * 2 + 1)
         shape = {"num_kv_heads": 1, "H_cycles": 2, "L_cycles": 2, "identifiers": IDENTIFIERS}
         plan = RecursivePlan(
             steps=STEPS, batch_size=8, learning_rate=1e-2, warmup_steps=3, clip_grad_norm=0.1, seed=0, segments=3,

@@ -16,7 +16,7 @@ LIMITS = {QAT: (1e-5, 0), LEGAL: (1e-3, 0), STORIES: (1e-3, 0), ATHENA: (1e-3, 1
 
 @pytest.fixture(scope="module")
 def checks(on_xla):
-    return on_xla("xla_process.mark_step", *LIMITS, "xla_process.sigterm")
+    return on_xla("xla_process.mark_step", *LIMITS, "xla_athena.table", "xla_process.sigterm")
 
 
 @pytest.mark.parametrize("found, limits", LIMITS.items(), indirect=["found"], ids=LIMITS)
@@ -44,6 +44,16 @@ def test_adapters_trained_on_xla_are_saved_and_read_back(found):
 @pytest.mark.parametrize("found", [ATHENA], indirect=True, ids=[""])
 def test_rows_halt_when_they_do_on_the_cpu_and_an_update_is_one_graph(found):
     xla_results.assert_halts_as_on_the_cpu_and_updates_are_one_graph(found)
+
+
+@pytest.mark.parametrize("found", [ATHENA], indirect=True, ids=[""])
+def test_only_embeddings_of_puzzles_in_the_data_move_and_as_on_the_cpu(found):
+    assert found["moved"] == [True, True] and found["table"] < 1e-3
+
+
+@pytest.mark.parametrize("found", ["xla_athena.table"], indirect=True, ids=[""])
+def test_an_update_reads_rows_of_the_table_and_writes_rows_in_place(found):
+    assert found["operations"] == ["parameter", "gather", "scatter", "tuple"]
 
 
 @pytest.mark.parametrize("found", [STORIES], indirect=True, ids=[""])

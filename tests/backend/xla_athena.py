@@ -1,29 +1,36 @@
 """Checks of the recursive model on torch_xla's CPU device, run by xla_process.py."""
 
+import re
+from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 import torch_xla
 from loops import train_recursive
-from xla_process import XLA, graphs, on_both
+from xla_process import XLA, difference, graphs, on_both
 
 from qat_lora.experiments.athena.evaluation import measure
-from qat_lora.experiments.athena.model import RecursiveModel, RecursiveSpec
+from qat_lora.experiments.athena.model import RecursiveModel, RecursiveSpec, rows_to_sum, sign_update
 from qat_lora.experiments.athena.rows import draw, split
 from qat_lora.experiments.athena.training import RecursivePlan, Trainer
 from qat_lora.run.session import Every
+
+PUZZLES = 5003  # identifiers; no other size in a graph
 
 
 def training(name: str, exact: bool = False, checkpointing: bool = False, **shape) -> dict:
     """Nine updates with halting, warm-up and decay. Every third evaluates the EMA and saves a checkpoint. exact: in
     fp64."""
     train_rows, heldout = split(draw("sudoku4", 40, 0), 0.2, 0)
-    spec = RecursiveSpec(train_rows.vocab, train_rows.length, 16, 2, H_cycles=2, L_cycles=2, **shape)
+    train_rows = replace(train_rows, identifiers=np.arange(len(train_rows)) % 5 * 1000 + 1)
+    shape |= {"H_cycles": 2, "L_cycles": 2, "identifiers": PUZZLES}
+    spec = RecursiveSpec(train_rows.vocab, train_rows.length, 16, 2, **shape)
     plan = RecursivePlan(
         steps=9, batch_size=8, learning_rate=1e-2, warmup_steps=3, floor=0.1, clip_grad_norm=1.0, seed=0, segments=3,
         ema=0.9, exploration=0.5,
     )  # fmt: skip
-    halts, given = {"xla": [], "cpu": []}, []
+    halts, given, tables = {"xla": [], "cpu": []}, [], {}
 
     def train(backend, session) -> None:
         model = RecursiveModel(spec)
@@ -50,8 +57,11 @@ def training(name: str, exact: bool = False, checkpointing: bool = False, **shap
         trainer.refill, backend.update = begun, ended
         train_recursive(trainer, train_rows, session, lambda _: measure(trainer.shown, heldout, 3, 8, backend))
         del backend.update  # restores the method of the class
+        tables[backend.kind] = model.identity.cpu()
 
-    return on_both(name, train, Every(log=1, evaluate=3, save=3)) | {"halts": halts, "graphs": given}
+    found = on_both(name, train, Every(log=1, evaluate=3, save=3)) | {"halts": halts, "graphs": given}
+    moved = [torch.equal(table.any(1).nonzero()[:, 0], torch.arange(5) * 1000 + 1) for table in tables.values()]
+    return found | {"moved": moved, "table": difference(tables["xla"], tables["cpu"])}
 
 
 # An untrained MLP over positions amplifies every rounding error: fp32 is 2e-6 from fp64 after one segment, on CPU and
@@ -59,6 +69,17 @@ def training(name: str, exact: bool = False, checkpointing: bool = False, **shap
 attention = partial(training, "athena-attention", num_kv_heads=1)
 checkpointed = partial(training, "athena-checkpointed", checkpointing=True, num_kv_heads=1)
 one_step = partial(training, "athena-one-step", exact=True, mlp_t=True, one_step_gradient=True)
+
+
+def table() -> dict:
+    """The operations of the puzzle embeddings' update that read or return the whole table."""
+    tensors = torch.zeros(PUZZLES, 16), torch.arange(8) % 5, torch.randn(8, 16), torch.tensor([True])
+    table, *rows = (tensor.to(XLA.device) for tensor in tensors)
+    torch_xla.sync()
+    sign_update(table, rows_to_sum(*rows), 0.1, 0.5)
+    lines = torch_xla._XLAC._get_xla_tensors_hlo([table]).splitlines()
+    found = [re.search(r" = .*? ([a-z-]+)\(", line) for line in lines if f"[{PUZZLES}," in line]
+    return {"operations": [operation[1] for operation in found if operation]}
 
 
 def planted() -> dict:

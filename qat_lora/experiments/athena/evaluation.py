@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qat_lora.backend import TorchBackend
+from qat_lora.backend.devices import on_host
 from qat_lora.errors import UserError, first_line
 from qat_lora.experiments.athena.model import (
     IGNORE,
@@ -163,4 +164,6 @@ def starting_model(start: str, spec: RecursiveSpec) -> RecursiveModel:
 
 def kept(model: RecursiveModel, backend: TorchBackend) -> dict[str, Tensor]:
     """A copy of the model's whole state on the host, under the published names."""
-    return {name: tensor.clone() for name, tensor in backend.to_host(state_of(model)).items()}
+    state = model.state_dict()
+    there = backend.to_host(state)
+    return renamed(model.spec, {n: there[n].clone() if on_host(state[n]) else there[n] for n in state})

@@ -329,40 +329,57 @@ def halting(halt: Tensor, segments: Tensor, budgets: Tensor, most: int, least: T
 
 
 # -- the puzzles' embeddings -----------------------------------------------------------------------------------------
-def sign_sums(identifiers: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Sum of gradients [count, D] and number of rows [count] of each puzzle, from the rows' identifiers [B] and
-    gradients [B, D]. Shapes are static: no sorting, no unique. The caller sums both over workers."""
-    sums = gradient.new_zeros(count, gradient.shape[1]).index_add_(0, identifiers, gradient)
-    return sums, gradient.new_zeros(count).index_add_(0, identifiers, torch.ones_like(gradient[:, 0]))
+PART = 2**24  # fp32 holds every whole number up to this
+
+
+def rows_to_sum(identifiers: Tensor, gradient: Tensor, mine: Tensor) -> Tensor:
+    """What SignSGD needs from all W workers, as one tensor [W · B, D + 2] to be summed over them: the gradients [B, D]
+    of a worker's rows and their puzzles' identifiers [B] at this worker's place, and zeros at the places of the others,
+    so that the sum has the rows of all workers. mine [W]: true at this worker's rank; it is data, so that on XLA all
+    workers run one graph. An identifier takes two columns, because fp32 holds only those up to 2^24."""
+    columns = torch.stack([identifiers // PART, identifiers % PART], 1)
+    rows = torch.cat([gradient, columns.to(gradient.dtype)], 1)
+    return torch.where(mine[:, None, None], rows, 0.0).flatten(0, 1)
 
 
 @torch.no_grad()
-def sign_update(table: Tensor, sums: Tensor, counts: Tensor, lr: float, weight_decay: float) -> None:
-    """SignSGD with decoupled weight decay, in place; changes only the embeddings [count, D] of the batch's puzzles."""
+def sign_update(table: Tensor, rows: Tensor, lr: float, weight_decay: float) -> None:
+    """SignSGD with decoupled weight decay on the embeddings [count, D] of a batch's puzzles, in place. rows [G, D + 2]:
+    see `rows_to_sum`. A puzzle's gradient is the sum over its rows.
+
+    Neither reads nor writes other embeddings, so the time does not depend on `count`. Shapes are static: no sorting, no
+    unique.
+    """
+    gradient, columns = rows[:, :-2], rows[:, -2:].long()
+    identifiers = columns[:, 0] * PART + columns[:, 1]
+    same = identifiers[:, None] == identifiers  # [G, G]
+    sums = same.to(gradient.dtype) @ gradient  # the same for all rows of a puzzle, up to rounding
+    sums = sums.index_select(0, same.int().argmax(1))  # that of a puzzle's first row: now to the bit
     lr, keep = numbers_on(table, lr, 1 - lr * weight_decay)
-    moved = table * keep - lr * sums.sign()
-    table.copy_(torch.where(counts[:, None] > 0, moved, table))
+    moved = table.index_select(0, identifiers) * keep - lr * sums.sign()
+    table.index_copy_(0, identifiers, moved)  # rows of one puzzle write equal values, so their order does not matter
 
 
 def recursive_memory(spec: RecursiveSpec, rows: int, ema: bool, bf16: bool, checkpointing: bool) -> dict[str, int]:
     """Lower bound on the bytes that a worker needs to train a recursive model on `rows` rows per update, keyed by the
     options to lower; the first are those that reduce the number of weights.
 
-    Counts the weights with their gradients, moments and moving average; the puzzles' embeddings and the sums of their
-    gradients; and for each row the carry, tokens, labels, logits, and the activations that no compiler recomputes in
-    the backward pass: inputs and outputs of each block's matrices (with checkpointing: the input of each state update).
+    Counts the weights with their gradients, moments and moving average; the puzzles' embeddings, once; and for each row
+    the carry, tokens, labels, logits, its puzzle's embedding with its gradient, and the activations that no compiler
+    recomputes in the backward pass: inputs and outputs of each block's matrices (with checkpointing: the input of each
+    state update).
     """
     positions, width, cast = spec.positions, spec.hidden_size, 2 if bf16 else 4
     updates = 2 if spec.one_step_gradient else spec.L_cycles + 1  # state updates with a gradient
     mixed = 2 * spec.inner(positions) * width if spec.mlp_t else positions * (spec.heard + width)
     block = mixed + 2 * positions * (width + spec.inner(width))
     kept = positions * width if checkpointing else spec.L_layers * block
-    row = 2 * 4 * positions * width + updates * kept * cast + spec.length * (2 * 8 + 4 * spec.vocab)
+    row = 2 * 4 * (positions + 1) * width + updates * kept * cast + spec.length * (2 * 8 + 4 * spec.vocab)
     wide = spec.mlp_t and spec.positions > spec.hidden_size  # then most weights mix positions
     weights = ("arch.mlp_t to false, or " if wide else "") + "arch.hidden_size, arch.L_layers or arch.expansion"
     return {
         weights: (ADAM + 4 * ema) * spec.parameters,
-        "arch.hidden_size, or take data with fewer puzzle identifiers": 2 * 4 * spec.identifiers * width,
+        "arch.hidden_size, or take data with fewer puzzle identifiers": 4 * spec.identifiers * width,
         "global_batch_size, arch.hidden_size or arch.L_cycles": rows * row,
     }
 

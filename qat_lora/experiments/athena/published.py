@@ -40,13 +40,16 @@ def names(spec: RecursiveSpec) -> dict[str, list[str]]:
     return found
 
 
-def state_of(model: RecursiveModel) -> dict[str, Tensor]:
-    """A model's whole state under the published names."""
-    state = model.state_dict()
+def renamed(spec: RecursiveSpec, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state of a model under the published names."""
     return {
         name: state[parts[0]] if len(parts) == 1 else torch.cat([state[part] for part in parts])
-        for name, parts in names(model.spec).items()
+        for name, parts in names(spec).items()
     }
+
+
+def state_of(model: RecursiveModel) -> dict[str, Tensor]:
+    return renamed(model.spec, model.state_dict())
 
 
 def load_state(model: RecursiveModel, state: dict[str, Tensor], source: str) -> None:

@@ -18,9 +18,10 @@ from qat_lora.experiments.athena.model import (
     fresh,
     halting,
     refill,
-    sign_sums,
+    rows_to_sum,
     sign_update,
 )
+from qat_lora.experiments.athena.published import TABLE
 from qat_lora.experiments.athena.rows import PuzzleRows
 from qat_lora.kernels.optimizer import new_optimizer
 from qat_lora.run.console import say
@@ -102,10 +103,13 @@ class Trainer(StageState):
 
     def __init__(self, model: RecursiveModel, plan: RecursivePlan, backend: TorchBackend):
         optimizer = new_optimizer(model, plan.learning_rate, backend, betas=plan.betas, weight_decay=plan.weight_decay)
-        self.shown = copy.deepcopy(model) if plan.ema else model
-        self.shown.identity = model.identity  # shared, since SignSGD updates only a batch's puzzles
+        # the puzzles' embeddings have no average: a copy of the model shares them
+        self.shown = copy.deepcopy(model, {id(model.identity): model.identity}) if plan.ema else model
         super().__init__(model, optimizer)
         self.plan, self.backend, self.carry = plan, backend, fresh(model, plan.share(backend.world_size))
+        ranks = torch.arange(backend.world_size)
+        self.mine = backend.to_device({"mine": ranks == backend.rank})["mine"]  # see `rows_to_sum`
+        self.best_is_current = False  # whether the best state is that of this moment
         backend.step_boundary()
 
     # -- an update ---------------------------------------------------------------------------------------------------
@@ -129,17 +133,18 @@ class Trainer(StageState):
             "segments": Ratio((segments * ended).sum(), ended.sum()),
         }
 
-    def summed(self) -> tuple[Tensor, Tensor]:
-        """After a backward pass, what SignSGD needs from all workers, see `sign_sums`."""
-        self.sums = sign_sums(self.carry.identifiers, self.picked.grad.float(), len(self.model.identity))
-        return self.sums
+    def summed(self) -> list[Tensor]:
+        """After a backward pass, what SignSGD needs from all workers, see `rows_to_sum`."""
+        self.rows = rows_to_sum(self.carry.identifiers, self.picked.grad, self.mine)
+        return [self.rows]
 
     def in_step(self, factor: float) -> None:
         """The rest of an optimiser step, after `summed`: SignSGD on the puzzles' embeddings, with the learning rate
         times the schedule's `factor`, and the moving average."""
-        model, plan, sums = self.model, self.plan, self.sums
-        del self.sums  # otherwise they would outlive the step
-        sign_update(model.identity, *sums, plan.identifier_learning_rate * factor, plan.identifier_weight_decay)
+        model, plan, rows = self.model, self.plan, self.rows
+        del self.rows  # otherwise they would outlive the step
+        self.best_is_current = False
+        sign_update(model.identity, rows, plan.identifier_learning_rate * factor, plan.identifier_weight_decay)
         if plan.ema:
             update_ema(self.shown, model, plan.ema)
 
@@ -156,7 +161,9 @@ class Trainer(StageState):
         # the best state is not comparable if it was measured before a resume with a different --eval-rows
         same = best and best["figures"].get("heldout_rows", len(heldout)) == len(heldout)
         if backend.is_main and not (same and merit(figures) <= merit(best["figures"])):
+            best.pop("state", None)  # frees its memory before the new one takes some
             best.update(figures={"step": step, **figures}, state=kept(self.shown, backend))
+            self.best_is_current = True
         return figures
 
     def example(self, heldout: PuzzleRows) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -176,7 +183,9 @@ class Trainer(StageState):
         carries = self.backend.group.gather(self.backend.to_host(vars(self.carry)))
         carry = {name: torch.cat([each[name] for each in carries]) for name in carries[0]}
         parameters, rest = super().state()
-        rest |= {"identity": self.model.identity, "carry": carry}
+        # one tensor in two places is stored once
+        identity = self.best["state"][TABLE] if self.best_is_current else self.model.identity
+        rest |= {"identity": identity, "carry": carry}
         return parameters, rest | ({"average": trained_parameters(self.shown)} if self.plan.ema else {})
 
     def load(self, tensors: dict, trainer: dict) -> None:

@@ -13,14 +13,15 @@ from qat_lora.errors import UserError
 from qat_lora.experiments.athena.model import (
     FEW_POSITIONS,
     IGNORE,
+    PART,
     RecursiveModel,
     RecursiveSpec,
     attention,
     fresh,
     halting,
     refill,
+    rows_to_sum,
     segment_loss,
-    sign_sums,
     sign_update,
     stablemax_loss,
 )
@@ -228,14 +229,40 @@ def test_only_halted_rows_are_replaced_budgets_included():
 
 
 # -- the puzzles' embeddings -----------------------------------------------------------------------------------------
-def test_sign_update_moves_only_embeddings_of_puzzles_in_the_batch():
-    table = noise(6, 4)
-    before, still = table.clone(), [0, 1, 3, 4]
-    gradient = torch.tensor([[1.0, -2, 0, 3], [-4.0, 1, 0, 1], [0.5, 0.5, 0.5, -0.5]]).double()
-    sign_update(table, *sign_sums(torch.tensor([2, 2, 5]), gradient, 6), 0.1, 0.5)
-    assert torch.equal(table[still], before[still])
-    signs = torch.stack([gradient[:2].sum(0), gradient[2]]).sign()
-    torch.testing.assert_close(table[[2, 5]], before[[2, 5]] * (1 - 0.1 * 0.5) - 0.1 * signs)
+def over_workers(identifiers: torch.Tensor, gradient: torch.Tensor, workers: int) -> torch.Tensor:
+    """What the workers' sum gives for rows that they share evenly."""
+    shares = zip(identifiers.chunk(workers), gradient.chunk(workers))
+    return sum(rows_to_sum(*share, torch.arange(workers) == rank) for rank, share in enumerate(shares))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("identifiers", [[2, 2, 5, 2, 5, 8, 7, 7], [0, 1, 0, 3, 0, 1, 0, 0], [4] * 8])
+def test_sign_update_equals_a_dense_reference_and_leaves_other_embeddings_alone(identifiers, workers):
+    """Identifiers repeat within and across workers, and gradients of one puzzle partly cancel."""
+    table, gradient, lr, decay = noise(9, 4), noise(8, 4, seed=1), 0.1, 0.5
+    gradient[3] = -gradient[0]
+    before, wanted = table.clone(), table.clone()
+    for puzzle in set(identifiers):
+        total = sum(gradient[row] for row in range(8) if identifiers[row] == puzzle)
+        wanted[puzzle] = wanted[puzzle] * (1 - lr * decay) - lr * total.sign()
+    sign_update(table, over_workers(torch.tensor(identifiers), gradient, workers), lr, decay)
+    torch.testing.assert_close(table, wanted, rtol=0, atol=1e-12)
+    others = [puzzle for puzzle in range(9) if puzzle not in identifiers]
+    assert torch.equal(table[others], before[others])
+
+
+def test_fp32_gradients_of_one_puzzle_give_the_same_bits_for_any_number_of_workers():
+    identifiers, gradient = torch.arange(48) % 5, noise(48, 33).float()
+    tables = [torch.ones(7, 33) for _ in range(4)]
+    for table, workers in zip(tables, (1, 2, 3, 16)):
+        sign_update(table, over_workers(identifiers, gradient, workers), 0.1, 0.5)
+    assert all(torch.equal(table, tables[0]) for table in tables[1:])
+
+
+def test_identifiers_that_fp32_cannot_hold_are_exact():
+    table = torch.zeros(PART + 4, 1)
+    sign_update(table, over_workers(torch.tensor([PART + 1, PART + 3]), torch.tensor([[1.0], [-1.0]]), 2), 0.5, 0.0)
+    assert table.nonzero()[:, 0].tolist() == [PART + 1, PART + 3] and table[PART + 1 :, 0].tolist() == [-0.5, 0, 0.5]
 
 
 # -- impossible sizes ------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Training a recursive model: the rows of an update, halting over time, evaluation, resuming."""
 
+import io
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from loops import script, train_recursive
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qat_lora.ahead.rehearsal import Updates
 from qat_lora.backend import TorchBackend
@@ -156,6 +158,34 @@ def test_only_embeddings_of_puzzles_in_the_batch_change(rows):
     assert trainer.shown.identity is model.identity
 
 
+class Sizes(TorchDispatchMode):
+    """Notes the operations that return other tensors of at least `most` elements than `table`."""
+
+    def __init__(self, table: torch.Tensor, most: int):
+        super().__init__()
+        self.table, self.most, self.found = table, most, []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, list | tuple) else [made]:
+            large = isinstance(tensor, torch.Tensor) and tensor.numel() >= self.most
+            if large and tensor.data_ptr() != self.table.data_ptr():
+                self.found.append(str(function))
+        return made
+
+
+def test_neither_a_trainer_nor_its_updates_copy_the_puzzles_embeddings(rows):
+    count = 50_000
+    data = replace(rows[0], identifiers=np.arange(len(rows[0])) * 7 + count // 2, identifiers_count=count)
+    model = model_of(data, identifiers=count)
+    with Sizes(model.identity, count) as sizes:
+        train(Trainer(model, PLAN, CPU), data, 1, 3)
+        assert not sizes.found
+        model.identity.sign()
+    assert sizes.found == ["aten.sign.default"]
+    assert set(model.identity.any(1).nonzero()[:, 0].tolist()) <= set(data.identifiers.tolist())
+
+
 def test_metrics_count_only_halted_rows_with_labels(rows):
     """An untrained model gets none of them right."""
     labels = np.where(np.arange(len(rows[0]))[:, None] % 2, IGNORE, rows[0].labels)
@@ -265,6 +295,29 @@ def test_resumed_training_equals_uninterrupted_training(rows, ema):
     assert train(again, rows[0], 6, 12) == wanted[5:]
     for name, tensor in kept(whole.shown, CPU).items():
         assert torch.equal(tensor, again.shown.state_dict()[name]), name
+
+
+def test_a_checkpoint_stores_the_puzzles_embeddings_twice_only_if_the_best_state_is_older(rows):
+    data = replace(rows[0], identifiers=np.arange(len(rows[0])), identifiers_count=50_000)
+    trainer = Trainer(model_of(data, identifiers=50_000), PLAN, CPU)
+    table = trainer.model.identity
+
+    def tables() -> float:
+        """How many tables a checkpoint has room for; also loads it."""
+        file = io.BytesIO()
+        torch.save(trainer.state()[1], file)
+        file.seek(0)
+        assert torch.equal(torch.load(file)["identity"], table)
+        return file.getbuffer().nbytes / table.nbytes
+
+    train(trainer, data, 1, 1)
+    assert tables() == pytest.approx(1, abs=0.2)
+    trainer.evaluate(rows[1], 1)
+    best = trainer.best["state"]["identity"]
+    assert tables() == pytest.approx(1, abs=0.2) and torch.equal(best, table)
+    before = table.clone()
+    train(trainer, data, 2, 2)
+    assert tables() == pytest.approx(2, abs=0.2) and torch.equal(best, before) and not torch.equal(best, table)
 
 
 @pytest.mark.parametrize("changes, said", [
