@@ -13,7 +13,6 @@ from qat_lora.errors import UserError
 from qat_lora.experiments.athena.model import (
     FEW_POSITIONS,
     IGNORE,
-    PART,
     RecursiveModel,
     RecursiveSpec,
     attention,
@@ -260,9 +259,10 @@ def test_fp32_gradients_of_one_puzzle_give_the_same_bits_for_any_number_of_worke
 
 
 def test_identifiers_that_fp32_cannot_hold_are_exact():
-    table = torch.zeros(PART + 4, 1)
-    sign_update(table, over_workers(torch.tensor([PART + 1, PART + 3]), torch.tensor([[1.0], [-1.0]]), 2), 0.5, 0.0)
-    assert table.nonzero()[:, 0].tolist() == [PART + 1, PART + 3] and table[PART + 1 :, 0].tolist() == [-0.5, 0, 0.5]
+    first = 2**24 + 1
+    table = torch.zeros(first + 3, 1)
+    sign_update(table, over_workers(torch.tensor([first, first + 2]), torch.tensor([[1.0], [-1.0]]), 2), 0.5, 0.0)
+    assert table.nonzero()[:, 0].tolist() == [first, first + 2] and table[first:, 0].tolist() == [-0.5, 0, 0.5]
 
 
 # -- impossible sizes ------------------------------------------------------------------------------------------------
