@@ -21,7 +21,15 @@ from qat_lora.experiments.athena.model import (
     refill,
     stablemax_loss,
 )
-from qat_lora.experiments.athena.published import TABLE, kind_of, load_state, open_published, read_state, state_of
+from qat_lora.experiments.athena.published import (
+    TABLE,
+    kind_of,
+    load_state,
+    open_published,
+    read_state,
+    renamed,
+    state_of,
+)
 from qat_lora.experiments.athena.rows import PuzzleRows
 from qat_lora.run.checkpoint import read_best
 from qat_lora.run.console import say, watched

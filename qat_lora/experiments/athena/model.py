@@ -374,12 +374,14 @@ def recursive_memory(spec: RecursiveSpec, rows: int, ema: bool, bf16: bool, chec
     mixed = 2 * spec.inner(positions) * width if spec.mlp_t else positions * (spec.heard + width)
     block = mixed + 2 * positions * (width + spec.inner(width))
     kept = positions * width if checkpointing else spec.L_layers * block
-    row = 2 * 4 * (positions + 1) * width + updates * kept * cast + spec.length * (2 * 8 + 4 * spec.vocab)
+    row = (
+        2 * 4 * (positions * width + spec.puzzle_width) + updates * kept * cast + spec.length * (2 * 8 + 4 * spec.vocab)
+    )
     wide = spec.mlp_t and spec.positions > spec.hidden_size  # then most weights mix positions
     weights = ("arch.mlp_t to false, or " if wide else "") + "arch.hidden_size, arch.L_layers or arch.expansion"
     return {
         weights: (ADAM + 4 * ema) * spec.parameters,
-        "arch.hidden_size, or take data with fewer puzzle identifiers": 4 * spec.identifiers * width,
+        "arch.puzzle_emb_ndim, or take data with fewer puzzle identifiers": 4 * spec.identifiers * spec.puzzle_width,
         "global_batch_size, arch.hidden_size or arch.L_cycles": rows * row,
     }
 

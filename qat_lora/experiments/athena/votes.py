@@ -65,7 +65,7 @@ class Votes:
     def check(self, path: str, identifiers: np.ndarray, length: int) -> None:
         """Raise UserError if rows are not canvases of tasks, or have identifiers without a name."""
         if length != LENGTH:
-            raise UserError(f"{path}: rows have {length} tokens, but canvases of ARC tasks {LENGTH}; rebuild the folder")
+            raise UserError(f"{path}: rows have {length} tokens, but those of ARC tasks {LENGTH}; rebuild the folder")
         if int(identifiers.max()) >= len(self.names):
             raise UserError(
                 f"{path}: {FILES[0]} has {len(self.names)} names, but rows have identifiers up to "

@@ -16,6 +16,7 @@ from qat_lora.backend import TorchBackend
 from qat_lora.errors import UserError
 from qat_lora.experiments.athena.evaluation import answer, kept, measure
 from qat_lora.experiments.athena.model import IGNORE, RecursiveModel, RecursiveSpec
+from qat_lora.experiments.athena.published import TABLE
 from qat_lora.experiments.athena.rows import corpus, draw, split
 from qat_lora.experiments.athena.training import RecursivePlan, Trainer, segment_batches
 from qat_lora.run.metrics import Ratio, parts_of
@@ -313,7 +314,7 @@ def test_a_checkpoint_stores_the_puzzles_embeddings_twice_only_if_the_best_state
     train(trainer, data, 1, 1)
     assert tables() == pytest.approx(1, abs=0.2)
     trainer.evaluate(rows[1], 1)
-    best = trainer.best["state"]["identity"]
+    best = trainer.best["state"][TABLE]
     assert tables() == pytest.approx(1, abs=0.2) and torch.equal(best, table)
     before = table.clone()
     train(trainer, data, 2, 2)

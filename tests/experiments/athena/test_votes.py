@@ -114,7 +114,7 @@ def test_a_folder_that_does_not_match_its_names_is_refused(tmp_path):
         with pytest.raises(UserError, match=said):
             open_votes(str(tmp_path))
     votes = Votes(["<blank>", "a"], task)
-    with pytest.raises(UserError, match="rows have 81 tokens, but those of ARC tasks have 900"):
+    with pytest.raises(UserError, match="rows have 81 tokens, but those of ARC tasks 900"):
         votes.check("data", np.array([1]), 81)
     with pytest.raises(UserError, match="has 2 names, but rows have identifiers up to 2"):
         votes.check("data", np.array([2]), 900)
