@@ -62,13 +62,13 @@ def main(cfg: Config) -> None:
     run = Path(cfg.run) if cfg.run else newest_run(Path("runs/pretrain"))
     backend = open_backend(cfg.device, cfg.precision)
     votes = None if cfg.evaluate is None else open_votes(cfg.evaluate)
+    if cfg.answers and votes is None:
+        raise UserError(f"--answers {cfg.answers} needs --evaluate FOLDER with ARC tasks; leave it out")
     rows = None if cfg.evaluate is None else load(cfg.evaluate, unlabelled=votes is not None)[1]
     model, kind, segments = load_run(run, None if rows is None else rows.length)
     segments = cfg.segments or segments
     if cfg.evaluate is None and kind is None:
         raise UserError(f"{run} was trained on other rows than Sudoku or mazes; only --evaluate FOLDER works for it")
-    if cfg.answers and votes is None:
-        raise UserError(f"--answers {cfg.answers} needs --evaluate FOLDER with ARC tasks; leave it out")
     if rows is not None:
         check_rows(cfg.evaluate, rows, model.spec, kind, votes)
     questions = [] if rows is not None else read_puzzles(kind, lines_of(cfg.puzzles, kind))
