@@ -3,6 +3,7 @@
 
     python scripts/solve_puzzles.py --run runs/athena --puzzles puzzles.txt
     python scripts/solve_puzzles.py --run runs/athena --evaluate data/sudoku6
+    python scripts/solve_puzzles.py --run runs/athena --evaluate data/sudoku6 --attempts 16 --picture attempts.png
     python scripts/solve_puzzles.py --run runs/arc --evaluate data/arc --answers submission.json
 
 The model is the best.pt of a finished run of pretrain.py, without --run that of the newest one, or a checkpoint of the
@@ -12,11 +13,16 @@ and G. Each step is one segment (a step of deep supervision); the answer where t
 right one. --evaluate measures the test/ side of a folder of build_puzzle_data.py, or of one in the format of the Tiny
 Recursive Model, as the run itself does. For ARC tasks it also prints pass@1 and pass@2: all augmentations of a task
 vote for the answers to its tests.
+
+--attempts K answers each puzzle K times, always with all segments: attempt 1 is the plain model, and each later one
+adds noise to the latent state before every segment. The answer is the attempt that the halting head finds most likely
+to be right. With --evaluate, a table (and --picture) compares it with a majority vote and with pass@k.
 docs/athena.md is the runbook. Runs on CPU and CUDA.
 """
 
 from dataclasses import dataclass
 
+from qat_lora.experiments.athena import NOISE
 from qat_lora.run import options as opt
 from qat_lora.run.command_line import check_command_line, run_script
 from qat_lora.run.options import ScriptConfig
@@ -29,6 +35,17 @@ class Config(ScriptConfig):
     evaluate: str | None = opt.data(None, "evaluate on the test/ side of this folder instead of solving puzzles")
     answers: str | None = opt.run(None, "with --evaluate on ARC tasks, write the two best answers to this JSON file")
     segments: int | None = opt.run(None, "most segments per puzzle [as in the run]", at_least=1, at_most=1000)
+    attempts: int = opt.run(
+        1, "attempts per puzzle, all but the first with noise; the halting head picks one", at_least=1, at_most=1000
+    )
+    noise: float = opt.run(
+        NOISE,
+        "standard deviation of the noise that sets attempts apart; the latent state has RMS 1",
+        at_least=0,
+        at_most=10,
+        fix="use e.g. 0.3",
+    )
+    picture: str | None = opt.run(None, "PNG file for the accuracy over --attempts; needs --evaluate")
     batch_size: int = opt.run(64, "puzzles evaluated at a time", at_least=1)
 
 
@@ -41,10 +58,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.errors import UserError
-from qat_lora.experiments.athena.evaluation import Answers, load_run, measure, steps
+from qat_lora.experiments.athena.attempts import Accuracy, draw_attempts, measure_attempts, run_attempts
+from qat_lora.experiments.athena.evaluation import load_run, measure, steps
 from qat_lora.experiments.athena.model import RecursiveModel, RecursiveSpec
 from qat_lora.experiments.athena.puzzles import as_text, read_puzzles, side, verdict
 from qat_lora.experiments.athena.rows import PuzzleRows, load
@@ -59,6 +78,12 @@ def main(cfg: Config) -> None:
     check_device(cfg.device)
     if cfg.puzzles is not None and cfg.evaluate is not None:
         raise UserError("--puzzles and --evaluate exclude each other; give one of them")
+    if cfg.attempts > 1 and cfg.noise == 0:
+        raise UserError(
+            f"--noise 0 makes all {cfg.attempts} attempts the same; use e.g. --noise {NOISE} or --attempts 1"
+        )
+    if cfg.picture is not None and (cfg.evaluate is None or cfg.attempts == 1):
+        raise UserError("--picture shows accuracy over attempts; add --evaluate FOLDER and --attempts of at least 2")
     run = Path(cfg.run) if cfg.run else newest_run(Path("runs/pretrain"))
     backend = open_backend(cfg.device, cfg.precision)
     votes = None if cfg.evaluate is None else open_votes(cfg.evaluate)
@@ -74,16 +99,18 @@ def main(cfg: Config) -> None:
     questions = [] if rows is not None else read_puzzles(kind, lines_of(cfg.puzzles, kind))
     if cfg.puzzles is not None:
         questions = list(questions)  # all of the file is checked before the first puzzle is solved
-    say(f"{run} on {backend}: {kind or 'rows of another kind'}, at most {segments} segments")
+    tries = f"{cfg.attempts} attempts of" if cfg.attempts > 1 else "at most"
+    say(f"{run} on {backend}: {kind or 'rows of another kind'}, {tries} {segments} segments")
     if cfg.dry_run:
         return
     backend.place(model)
     if rows is not None:
-        see = votes and collector(votes, rows, backend)
-        show(measure(model, rows, segments, min(cfg.batch_size, len(rows)), backend, see), cfg.evaluate, segments)
-        return votes and show_votes(votes, cfg.answers)
+        return evaluate(model, rows, segments, votes, backend, cfg)
     for question in questions:
-        solve(model, kind, question, segments, backend)
+        if cfg.attempts > 1:
+            solve_often(model, kind, question, segments, backend, cfg)
+        else:
+            solve(model, kind, question, segments, backend)
 
 
 def lines_of(path: str | None, kind: str) -> Iterable[str]:
@@ -104,16 +131,34 @@ def lines_of(path: str | None, kind: str) -> Iterable[str]:
 def solve(model: RecursiveModel, kind: str, question: np.ndarray, segments: int, backend: TorchBackend) -> None:
     """Print a puzzle, the answer after each segment until the model halts, and whether the last one is right."""
     print(f"{as_text(kind, question)}\n")
-    row, none = torch.from_numpy(question)[None], torch.zeros(1, dtype=torch.long)
-    batch = backend.to_device({"inputs": row, "labels": row, "identifiers": none, "budgets": none})
     found, number = question, 0
-    for step in steps(model, batch, segments, backend):
+    for step in steps(model, batch_of(question, backend), segments, backend):
         if backend.fetch(step.halted.all())[0]:
             break
         before, found, number = found, backend.to_host(step.logits.argmax(-1))[0].numpy(), number + 1
         changed = int((found != before).sum())
         print(f"segment {number}: {changed} cells changed" + (f"\n{as_text(kind, found)}\n" if changed else "\n"))
     print(f"after {number} segment{'s' * (number > 1)}: {verdict(kind, question, found)}\n", flush=True)
+
+
+def solve_often(
+    model: RecursiveModel, kind: str, question: np.ndarray, segments: int, backend: TorchBackend, cfg: Config
+) -> None:
+    """Print a puzzle, the answer of the attempt that the halting head chooses, and how many attempts agree with it."""
+    print(f"{as_text(kind, question)}\n")
+    count = cfg.attempts
+    found = run_attempts(model, batch_of(question, backend), segments, count, cfg.noise, cfg.seed, backend)
+    chosen = int(found.chosen(count))
+    answer, agree = found.tokens[chosen, 0].numpy(), int(found.votes(count)[chosen])
+    print(f"attempt {chosen + 1} of {count}, halting probability {found.halt[chosen, 0].sigmoid():.3f}")
+    print(f"{as_text(kind, answer)}\n")
+    print(f"{agree} of {count} attempts agree: {verdict(kind, question, answer)}\n", flush=True)
+
+
+def batch_of(question: np.ndarray, backend: TorchBackend) -> dict[str, Tensor]:
+    """A batch of one puzzle, on the device."""
+    row, none = torch.from_numpy(question)[None], torch.zeros(1, dtype=torch.long)
+    return backend.to_device({"inputs": row, "labels": row, "identifiers": none, "budgets": none})
 
 
 def check_rows(path: str, rows: PuzzleRows, spec: RecursiveSpec, kind: str | None, votes: Votes | None) -> None:
@@ -136,13 +181,13 @@ def check_rows(path: str, rows: PuzzleRows, spec: RecursiveSpec, kind: str | Non
         )
 
 
-def collector(votes: Votes, rows: PuzzleRows, backend: TorchBackend) -> Callable[[np.ndarray, Answers], None]:
+def collector(votes: Votes, rows: PuzzleRows, backend: TorchBackend) -> Callable[[np.ndarray, Tensor, Tensor], None]:
     """A function for `measure` that counts the answers after all segments as votes."""
 
-    def see(at: np.ndarray, found: Answers) -> None:
+    def see(at: np.ndarray, tokens: Tensor, confidence: Tensor) -> None:
         there = at < len(rows)
-        answers, confidence = (each.numpy()[there] for each in backend.to_host([found.full, found.confidence]))
-        votes.add(rows.identifiers[at[there]], rows.inputs[at[there]], answers, confidence)
+        answers, chances = (each.numpy()[there] for each in backend.to_host([tokens, confidence]))
+        votes.add(rows.identifiers[at[there]], rows.inputs[at[there]], answers, chances)
 
     return see
 
@@ -154,6 +199,31 @@ def show_votes(votes: Votes, path: str | None) -> None:
     if path:
         write_json(Path(path), votes.submission())
         say(f"made   {path}")
+
+
+def evaluate(
+    model: RecursiveModel, rows: PuzzleRows, segments: int, votes: Votes | None, backend: TorchBackend, cfg: Config
+) -> None:
+    """Print the model's accuracy on rows, with several attempts as a table, and the vote over ARC tasks."""
+    batch_size, see = min(cfg.batch_size, len(rows)), votes and collector(votes, rows, backend)
+    if cfg.attempts == 1:
+        show(measure(model, rows, segments, batch_size, backend, see), cfg.evaluate, segments)
+    else:
+        table = measure_attempts(model, rows, segments, batch_size, cfg.attempts, cfg.noise, cfg.seed, backend, see)
+        show_attempts(table, f"{len(rows):,} rows of {cfg.evaluate} right after {segments} segments", cfg)
+    if votes:
+        show_votes(votes, cfg.answers)
+
+
+def show_attempts(table: dict[int, Accuracy], what: str, cfg: Config) -> None:
+    say(f"share of the {what}, noise {cfg.noise:g}")
+    say(f"{'attempts':>8}  {'halting head':>12}  {'majority vote':>13}  {'any (pass@k)':>12}")
+    for k, accuracy in table.items():
+        chosen, majority, some = (f"{share:.1%}" for share in accuracy)
+        say(f"{k:>8}  {chosen:>12}  {majority:>13}  {some:>12}")
+    if cfg.picture is not None and table:
+        draw_attempts([table], Path(cfg.picture))
+        say(f"picture {cfg.picture}")
 
 
 def show(figures: dict[str, float], path: str, segments: int) -> None:

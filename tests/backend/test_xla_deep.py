@@ -22,7 +22,7 @@ PLANTED = "xla_qat.planted", "xla_athena.planted"  # last, since they add to the
 @pytest.fixture(scope="module")
 def checks(on_xla):
     pieces = (f"xla_qat.{name}" for name in PIECES)
-    return on_xla("xla_qat.layers", *COMPILED_ONCE, *pieces, *STATES, *PLANTED)
+    return on_xla("xla_qat.layers", *COMPILED_ONCE, "xla_athena.attempts", *pieces, *STATES, *PLANTED)
 
 
 def reads(*names: str):
@@ -48,6 +48,15 @@ def test_a_packed_micro_batch_is_one_graph(found):
 @reads("xla_athena.one_step", "xla_athena.checkpointed")
 def test_rows_halt_when_they_do_on_the_cpu_and_an_update_is_one_graph(found):
     xla_results.assert_halts_as_on_the_cpu_and_updates_are_one_graph(found)
+
+
+@reads("xla_athena.attempts")
+def test_attempts_differ_repeat_and_compile_nothing_after_the_second(found):
+    halt, (_, begun, *later) = found["halt"], found["compiles"]
+    assert halt["xla"][0] == halt["other seed"][0] == pytest.approx(halt["cpu"][0], abs=1e-4)
+    assert halt["xla"][:2] == halt["first two"] and halt["xla"][1:] != halt["other seed"][1:]
+    assert len({tuple(attempt) for attempt in halt["xla"]}) == 4
+    assert set(later) == {begun} and found["fallbacks"] == 0
 
 
 @reads("xla_qat.recovery")

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 import torch_xla
 from loops import train_recursive
-from xla_process import XLA, difference, graphs, on_both
+from xla_process import CPU, XLA, difference, graphs, on_both
 
+from qat_lora.experiments.athena.attempts import run_attempts
 from qat_lora.experiments.athena.evaluation import measure
 from qat_lora.experiments.athena.model import RecursiveModel, RecursiveSpec, rows_to_sum, sign_update
 from qat_lora.experiments.athena.rows import draw, split
@@ -80,6 +81,24 @@ def table() -> dict:
     lines = torch_xla._XLAC._get_xla_tensors_hlo([table]).splitlines()
     found = [re.search(r" = .*? ([a-z-]+)\(", line) for line in lines if f"[{PUZZLES}," in line]
     return {"operations": [operation[1] for operation in found if operation]}
+
+
+def attempts() -> dict:
+    """Halting logits of four attempts on both devices, again with XLA after a change of the seed, and what XLA compiled
+    until the second attempt and after it."""
+    rows, found, compiled = draw("sudoku4", 8, 0), {}, []
+    before = XLA.counters()["fallbacks"]
+    for name, backend, count, seed in (
+        ("cpu", CPU, 4, 0), ("first two", XLA, 2, 0), ("xla", XLA, 4, 0), ("other seed", XLA, 4, 1),
+    ):  # fmt: skip
+        torch.manual_seed(0)
+        model = RecursiveModel(RecursiveSpec(rows.vocab, rows.length, 16, 2, H_cycles=2, L_cycles=2)).eval()
+        torch.nn.init.normal_(model.halt_weight, std=3)
+        batch = backend.to_device(rows.batch(np.arange(8)))
+        tried = run_attempts(backend.place(model), batch, 3, count, 0.5, seed, backend)
+        found[name] = tried.halt.tolist()
+        compiled.append(XLA.counters()["compiles"])
+    return {"halt": found, "compiles": compiled, "fallbacks": XLA.counters()["fallbacks"] - before}
 
 
 def planted() -> dict:

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from torch._dynamo.utils import counters
 
 from qat_lora.backend import TorchBackend
 from qat_lora.errors import UserError
+from qat_lora.experiments.athena.attempts import run_attempts
 from qat_lora.experiments.athena.evaluation import answer, load_run, measure
 from qat_lora.experiments.athena.model import IGNORE, RecursiveModel, RecursiveSpec
 from qat_lora.experiments.athena.published import load_state
@@ -366,6 +368,71 @@ def test_a_folder_is_evaluated_as_in_the_run(run, trained, tmp_path, capsys):
     said = capsys.readouterr().out
     assert f"full   {summary(trained)['heldout_exact_full']:.1%} of the rows" in said
     assert f"{summary(trained)['heldout_cells_full']:.1%} of the cells right after 3 segments" in said
+
+
+def test_of_several_attempts_the_halting_head_picks_the_answer(
+    run, load_script, trained, tmp_path, capsys, monkeypatch
+):
+    """With random weights, so that the answers and halting logits of attempts differ."""
+    row, file = draw("sudoku4", 1, 7).inputs[0], tmp_path / "puzzle.txt"
+    file.write_text(as_text("sudoku4", row))
+    trained_model, kind, segments = load_run(trained)
+    torch.manual_seed(0)
+    model = RecursiveModel(trained_model.spec).eval()
+    torch.nn.init.normal_(model.halt_weight)
+    with torch.no_grad():
+        for weight in model.blocks.parameters():
+            weight *= 4  # otherwise the blocks forget the noise
+    monkeypatch.setattr(load_script("solve_puzzles"), "load_run", lambda _: (model, kind, segments))
+    one = {"inputs": torch.from_numpy(row)[None].long()}
+    one |= {"labels": one["inputs"], "identifiers": torch.zeros(1).long(), "budgets": torch.zeros(1).long()}
+    said, agreed = [], []
+    for seed in (3, 4, 3):
+        run(*SOLVE, trained, "--puzzles", file, "--attempts", 5, "--noise", 2, "--seed", seed)
+        said.append(capsys.readouterr().out)
+        found = run_attempts(model, one, segments, 5, 2.0, seed, TorchBackend("cpu", "fp32"))
+        best = max(range(5), key=lambda number: found.halt[number, 0])
+        answers = [as_text(kind, attempt[0].numpy()) for attempt in found.tokens]
+        agreed.append(answers.count(answers[best]))
+        chance = torch.sigmoid(found.halt[best, 0])
+        assert f"attempt {best + 1} of 5, halting probability {chance:.3f}\n{answers[best]}\n" in said[-1]
+        assert f"{agreed[-1]} of 5 attempts agree: wrong in" in said[-1]
+    assert said[0] == said[2] != said[1] and min(agreed) < 5
+
+
+def test_one_attempt_is_the_plain_solver_whatever_the_noise(run, trained, tmp_path, capsys):
+    file = tmp_path / "puzzle.txt"
+    file.write_text(as_text("sudoku4", draw("sudoku4", 1, 7).inputs[0]))
+    said = []
+    for words in ((), ("--attempts", 1, "--noise", 0), ("--attempts", 1, "--noise", 2)):
+        run(*SOLVE, trained, "--puzzles", file, *words)
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] == said[2] and "segment 1: " in said[0]
+
+
+def test_a_folder_is_evaluated_with_several_attempts(run, trained, tmp_path, capsys):
+    save(tmp_path / "data", *split(draw("sudoku4", 60, 0), 0.2, 0))
+    words = ("--evaluate", tmp_path / "data", "--attempts", 3, "--picture", tmp_path / "attempts.png")
+    run(*SOLVE, trained, *words)
+    said = capsys.readouterr().out
+    table = re.findall(r"^ +(\d+) +([\d.]+)% +([\d.]+)% +([\d.]+)%$", said, re.MULTILINE)
+    plain = f"{summary(trained)['heldout_exact_full']:.1%}".rstrip("%")
+    assert [line[0] for line in table] == ["1", "2", "3"] and table[0][1:] == (plain,) * 3
+    assert (tmp_path / "attempts.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("words, wanted", [
+    (["--attempts", "0"], "--attempts 0 must be from 1 to 1,000"),
+    (["--attempts", "1001"], "--attempts 1001 must be from 1 to 1,000"),
+    (["--noise", "-0.1"], "--noise -0.1 must be from 0 to 10; use e.g. 0.3"),
+    (["--noise", "11"], "--noise 11.0 must be from 0 to 10; use e.g. 0.3"),
+    (["--attempts", "4", "--noise", "0"], "--noise 0 makes all 4 attempts the same; use e.g. --noise"),
+    (["--picture", "a.png"], "--picture shows accuracy over attempts; add --evaluate FOLDER and --attempts"),
+    (["--picture", "a.png", "--attempts", "2"], "--picture shows accuracy over attempts; add --evaluate FOLDER"),
+])  # fmt: skip
+def test_attempts_that_make_no_sense_are_refused(run, trained, words, wanted):
+    with pytest.raises(UserError, match=re.escape(wanted)):
+        run(*SOLVE, trained, *words)
 
 
 def test_puzzles_that_cannot_be_solved_are_refused(refusal, trained, tmp_path):

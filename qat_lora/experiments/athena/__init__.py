@@ -1,5 +1,6 @@
 """Athena v2: a small network that solves puzzles by recursion."""
 
-# Bounds of options, defined here so that --help does not import torch.
+# Bounds and defaults of options, defined here so that --help does not import torch.
 ANY = 2**31  # numbers in datasets are stored as int32
 LARGE = 2**40  # upper bound of a size: products of a few larger sizes overflow a float
+NOISE = 0.3  # standard deviation of the noise between attempts (docs/athena.md)

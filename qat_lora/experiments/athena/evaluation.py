@@ -48,27 +48,32 @@ class Answers:
 
 
 class Step(NamedTuple):
-    """What a model says after a segment: logits [B, L, V], which rows [B] had halted before it, how many segments [B]
-    each row has run without those after it halted, and the halting logits [B]."""
+    """What a model says after a segment: logits [B, L, V], halting logits [B], which rows [B] had halted before it, and
+    how many segments [B] each row has run without those after it halted."""
 
     logits: Tensor
+    halt: Tensor
     halted: Tensor
     segments: Tensor
-    halt: Tensor
 
 
 @torch.no_grad()
-def steps(model: RecursiveModel, batch: dict[str, Tensor], segments: int, backend: TorchBackend) -> Iterator[Step]:
-    """Run all `segments` on one batch on the device, one after the other."""
+def steps(
+    model: RecursiveModel, batch: dict[str, Tensor], segments: int, backend: TorchBackend, noise: float = 0.0
+) -> Iterator[Step]:
+    """Run all `segments` on one batch on the device, one after the other. noise: standard deviation of the Gaussian
+    noise added to z_H, whose root mean square is 1, before each segment, the first included."""
     rows = refill(fresh(model, len(batch["inputs"])), batch, model)
     z_H, z_L, picked = rows.z_H, rows.z_L, model.identity.index_select(0, batch["identifiers"])
     used, done = rows.segments, torch.zeros_like(rows.halted)
     backend.step_boundary()
     for _ in range(segments):
+        if noise:
+            z_H = z_H + noise * torch.randn_like(z_H)
         with backend.autocast():
             z_H, z_L, logits, halt = model(z_H, z_L, batch["inputs"], picked)
         used = used + (~done).long()
-        yield Step(logits, done, used, halt)
+        yield Step(logits, halt, done, used)
         done = done | halting(halt, used, batch["budgets"], segments)
         backend.step_boundary()
 
@@ -90,7 +95,7 @@ def answer(
 @torch.no_grad()
 def measure(
     model: RecursiveModel, rows: PuzzleRows, segments: int, batch_size: int, backend: TorchBackend,
-    see: Callable[[np.ndarray, Answers], object] | None = None,
+    see: Callable[[np.ndarray, Tensor, Tensor], object] | None = None,
 ) -> dict[str, float]:  # fmt: skip
     """Measure a model on held-out rows. heldout_exact and heldout_cells: shares of rows and of labelled cells that are
     right when the row halts; heldout_exact_full and heldout_cells_full: the same after all segments; heldout_loss: mean
@@ -98,8 +103,8 @@ def measure(
 
     All batches have the same size (the last one is padded), and each worker measures its share of every batch. Rows
     without labels are left out of all metrics; heldout_rows is the number of rows measured, and the only metric if it
-    is 0. see(at, answers) gets the row numbers [B] of each batch, which may go beyond the last row, and this worker's
-    answers to them, on the device.
+    is 0. see(at, tokens, confidence) gets the row numbers [B] of each batch, which may go beyond the last row, and this
+    worker's answers to them after all segments with their halting probabilities, on the device.
     """
     sums = torch.zeros(8, device=backend.device)
     share = batch_size // backend.world_size
@@ -111,7 +116,7 @@ def measure(
         batch = backend.to_device(batch)
         found, loss = answer(model, batch, segments, backend)
         if see:
-            see(at, found)
+            see(at, found.full, found.confidence)
         labelled = batch["labels"] != IGNORE
         counts = labelled.any(1)
         tallies = [counts.sum(), labelled.sum(), loss.sum(), (found.segments * counts).sum()]
