@@ -15,7 +15,9 @@ from qat_lora.experiments.athena import puzzles
 from qat_lora.experiments.athena.model import RecursiveModel, RecursiveSpec
 
 SETTINGS, TABLE = "all_config.yaml", "inner.puzzle_emb.weights"
-SIZES = ("hidden_size", "num_heads", "L_layers", "H_cycles", "L_cycles", "expansion", "mlp_t", "puzzle_emb_len")
+EMBEDDING = "inner.embed_tokens.embedding_weight"
+SIZES = ("num_heads", "H_cycles", "L_cycles", "expansion", "puzzle_emb_len")  # no shape shows them
+LARGEST = 10_000
 SHOWN = 6  # differences listed in a message
 
 
@@ -24,7 +26,7 @@ def names(spec: RecursiveSpec) -> dict[str, list[str]]:
     other: gate and value share a published matrix."""
     found = {
         "inner.H_init": ["H_init"], "inner.L_init": ["L_init"], TABLE: ["identity"],
-        "inner.embed_tokens.embedding_weight": ["embedding"], "inner.lm_head.weight": ["head"],
+        EMBEDDING: ["embedding"], "inner.lm_head.weight": ["head"],
         "inner.q_head.weight": ["halt_weight"], "inner.q_head.bias": ["halt_bias"],
     }  # fmt: skip
     for number in range(spec.L_layers):
@@ -80,10 +82,11 @@ def read_state(path: Path) -> dict[str, Tensor]:
         raise UserError(f"{path} cannot be read ({error.strerror or error}); give a checkpoint file") from error
     except Exception as error:  # a damaged file may raise anything
         raise UserError(f"{path} is not a PyTorch checkpoint of plain tensors ({first_line(error)})") from error
-    content = content.get("model", content) if isinstance(content, dict) else {}
+    if isinstance(content, dict) and isinstance(content.get("model"), dict):
+        content = content["model"]
     state = {
         name[name.index("inner.") :]: tensor
-        for name, tensor in content.items()
+        for name, tensor in (content.items() if isinstance(content, dict) else ())
         if "inner." in name and isinstance(tensor, Tensor)
     }
     if not state:
@@ -94,28 +97,44 @@ def read_state(path: Path) -> dict[str, Tensor]:
 def open_published(path: Path, length: int) -> tuple[RecursiveModel, int]:
     """The model of a published checkpoint for rows of `length` tokens, and its maximum of segments. Raises UserError
     that names what is missing in all_config.yaml beside it, what we do not have, or what differs."""
-    state, settings = read_state(path), path.with_name(SETTINGS)
+    state, arch = read_state(path), _settings(path)
+    for name in (EMBEDDING, TABLE):
+        if name not in state or state[name].ndim != 2:
+            raise UserError(f"{path} has no matrix {name}; give a checkpoint of the Tiny Recursive Model")
+    mlp_t = any(".mlp_t." in name for name in state)
+    ours = {"no_ACT_continue": True} | ({} if mlp_t else {"pos_encodings": "rope"})
+    for name, has in ours.items():
+        if arch.get(name, has) != has:
+            raise UserError(f"{path.with_name(SETTINGS)}: arch.{name} is {arch[name]!r}; only {has!r} is supported")
+    vocab, width = state[EMBEDDING].shape
+    identifiers, puzzle_width = state[TABLE].shape
+    layers = len({name.split(".")[3] for name in state if name.startswith("inner.L_level.layers.")})
+    spec = RecursiveSpec(
+        vocab, length, width, L_layers=layers, mlp_t=mlp_t, puzzle_emb_ndim=puzzle_width, identifiers=identifiers,
+        **{name: arch[name] for name in SIZES if name != "puzzle_emb_len"},
+        puzzle_emb_len=arch["puzzle_emb_len"] or -(-puzzle_width // width),  # 0: as many as the embedding fills
+    )  # fmt: skip
+    model = RecursiveModel(spec)
+    load_state(model, state, str(path))
+    return model.eval(), arch["halt_max_steps"]
+
+
+def _settings(path: Path) -> dict:
+    """`arch` in the all_config.yaml beside a checkpoint, with the sizes that no shape shows."""
+    settings = path.with_name(SETTINGS)
     try:
         arch = yaml.safe_load(settings.read_text(encoding="utf-8"))["arch"]
-        sizes = {name: arch[name] for name in SIZES}
-        segments = arch["halt_max_steps"]
+        sizes = {name: arch[name] for name in (*SIZES, "halt_max_steps")}
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
         raise UserError(
             f"{settings} does not give the sizes of {path.name} ({first_line(error)}); it needs arch: with "
             f"{', '.join(SIZES)} and halt_max_steps"
         ) from error
-    ours = {"no_ACT_continue": True} | ({} if arch["mlp_t"] else {"pos_encodings": "rope"})
-    for name, has in ours.items():
-        if arch.get(name, has) != has:
-            raise UserError(f"{settings}: arch.{name} is {arch[name]!r}; only {has!r} is supported")
-    try:
-        vocab = len(state["inner.embed_tokens.embedding_weight"])
-        identifiers, width = state[TABLE].shape
-    except KeyError as error:
-        raise UserError(f"{path} has no {error.args[0]}; give a checkpoint of the Tiny Recursive Model") from error
-    model = RecursiveModel(RecursiveSpec(vocab, length, puzzle_emb_ndim=width, identifiers=identifiers, **sizes))
-    load_state(model, state, str(path))
-    return model.eval(), segments
+    for name, size in sizes.items():
+        least, types = name != "puzzle_emb_len", (int, float) if name == "expansion" else (int,)
+        if type(size) not in types or not least <= size <= LARGEST:
+            raise UserError(f"{settings}: arch.{name} is {size!r}, not a number from {least:d} to {LARGEST:,}; fix it")
+    return arch
 
 
 def kind_of(spec: RecursiveSpec) -> str | None:

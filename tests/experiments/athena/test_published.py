@@ -19,7 +19,7 @@ TABLE = "inner.puzzle_emb.weights"
 
 
 def spec_of(**changes) -> RecursiveSpec:
-    sizes = {name: ARCH[name] for name in SIZES} | {"identifiers": 3}
+    sizes = {name: ARCH[name] for name in (*SIZES, "L_layers", "mlp_t")} | {"hidden_size": 16, "identifiers": 3}
     return RecursiveSpec(11, 81, **(sizes | changes))
 
 
@@ -79,6 +79,12 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path, wrap, form):
     assert load_run(path, 80)[0].spec.length == 80 if form else True  # attention takes rows of any length
 
 
+def test_without_puzzle_emb_len_the_embedding_takes_the_positions_that_it_fills(tmp_path):
+    model = model_of(puzzle_emb_len=3, puzzle_emb_ndim=40)
+    found = load_run(published(tmp_path, model, puzzle_emb_len=0))[0]
+    assert found.spec == model.spec
+
+
 def test_a_run_starts_from_a_checkpoint_and_other_puzzles_start_from_the_mean(tmp_path, capsys):
     model = model_of()
     path = str(published(tmp_path, model))
@@ -114,11 +120,22 @@ def test_forms_that_we_lack_are_refused_by_name(tmp_path, change, said):
 def test_without_its_sizes_a_checkpoint_is_refused_with_what_is_missing(tmp_path):
     path = published(tmp_path, model_of())
     (tmp_path / "all_config.yaml").write_text("arch: {hidden_size: 16}")
-    with pytest.raises(UserError, match=r"does not give the sizes of step_7 .*it needs arch: with hidden_size"):
+    with pytest.raises(UserError, match=r"does not give the sizes of step_7 .*it needs arch: with num_heads"):
         load_run(path)
     (tmp_path / "all_config.yaml").unlink()
     with pytest.raises(UserError, match="No such file"):
         load_run(path)
+
+
+@pytest.mark.parametrize("arch, said", [
+    ({"expansion": "4"}, "arch.expansion is '4', not a number from 1 to"),
+    ({"halt_max_steps": 0}, "arch.halt_max_steps is 0, not a number from 1 to 10,000; fix it"),
+    ({"num_heads": [2]}, r"arch.num_heads is \[2\]"), ({"H_cycles": 10**9}, "arch.H_cycles is 1000000000"),
+    ({"L_cycles": True}, "arch.L_cycles is True"), ({"puzzle_emb_len": 1.5}, "arch.puzzle_emb_len is 1.5"),
+])  # fmt: skip
+def test_impossible_sizes_are_refused_by_name(tmp_path, arch, said):
+    with pytest.raises(UserError, match=said):
+        load_run(published(tmp_path, model_of(), **arch))
 
 
 class Runs:
@@ -140,6 +157,7 @@ def test_code_in_a_pickle_is_not_run_and_other_files_are_refused(tmp_path):
     path.write_bytes(b"PK damaged")
     with pytest.raises(UserError, match="is not a PyTorch checkpoint"):
         read_state(path)
-    torch.save({"head": torch.zeros(2)}, path)
-    with pytest.raises(UserError, match="has no tensor named inner"):
-        read_state(path)
+    for content in ({"head": torch.zeros(2)}, {"model": None}, [1], torch.zeros(3)):
+        torch.save(content, path)
+        with pytest.raises(UserError, match="has no tensor named inner"):
+            read_state(path)
