@@ -185,7 +185,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     spec = spec_of(cfg, train)
     need = check_sizes(cfg, spec, backend, workers)
     backend.seed(cfg.seed)
-    model = starting_model(cfg.start, spec) if cfg.start else RecursiveModel(spec)
+    model = starting_model(cfg.start, spec, backend.is_main) if cfg.start else RecursiveModel(spec)
     if backend.is_main:
         describe(backend, train, heldout, plan, model, workers)
         say(f"memory of a worker: at least {need / 1e9:,.2f} GB")

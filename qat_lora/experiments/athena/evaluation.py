@@ -152,10 +152,10 @@ def load_run(run: Path, length: int | None = None) -> tuple[RecursiveModel, str 
         raise UserError(f"{run} is not a run of pretrain.py ({first_line(error)}); give one of that script") from error
 
 
-def starting_model(start: str, spec: RecursiveSpec) -> RecursiveModel:
+def starting_model(start: str, spec: RecursiveSpec, shown: bool = True) -> RecursiveModel:
     """The best model of a run, or a published checkpoint, to train further. With another number of puzzle identifiers,
-    all embeddings start as their mean, as in the published training. Raises UserError if other sizes differ from
-    `spec`."""
+    all embeddings start as their mean, as in the published training; `shown` prints so. Raises UserError if other
+    sizes differ from `spec`."""
     if Path(start).is_file():
         state = read_state(Path(start))
     else:
@@ -168,8 +168,9 @@ def starting_model(start: str, spec: RecursiveSpec) -> RecursiveModel:
                 )
         state = state_of(there)
     model, table = RecursiveModel(spec), state.get(TABLE)
-    if table is not None and len(table) != spec.identifiers:
-        say(f"{len(table):,} puzzle embeddings there, {spec.identifiers:,} here: all start as their mean")
+    if table is not None and table.ndim == 2 and len(table) != spec.identifiers:
+        if shown:
+            say(f"{len(table):,} puzzle embeddings there, {spec.identifiers:,} here: all start as their mean")
         state[TABLE] = table.mean(0, keepdim=True).expand(spec.identifiers, -1)
     load_state(model, state, f"--start {start}")
     return model
