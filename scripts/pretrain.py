@@ -179,7 +179,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     if not cfg.data_path:  # all puzzles have the same size: check one before drawing the rest
         check_sizes(cfg, spec_of(cfg, draw(cfg.puzzle, 1, cfg.seed)), backend, workers)
     train, held = open_rows(cfg)
-    heldout = held.first(cfg.eval_rows) if cfg.eval_rows else held
+    heldout = held.spread(cfg.eval_rows) if cfg.eval_rows else held
     updates = train.updates(cfg.epochs, cfg.global_batch_size)
     plan = plan_of(cfg, cfg.max_steps or checked_updates(updates, "--epochs", cfg.epochs))
     spec = spec_of(cfg, train)

@@ -43,7 +43,7 @@ class Config(ScriptConfig):
         "standard deviation of the noise that sets attempts apart; the latent state has RMS 1",
         at_least=0,
         at_most=10,
-        fix="use e.g. 0.3",
+        fix="use e.g. 1",
     )
     picture: str | None = opt.run(None, "PNG file for the accuracy over --attempts; needs --evaluate")
     batch_size: int = opt.run(64, "puzzles evaluated at a time", at_least=1)
@@ -80,7 +80,7 @@ def main(cfg: Config) -> None:
         raise UserError("--puzzles and --evaluate exclude each other; give one of them")
     if cfg.attempts > 1 and cfg.noise == 0:
         raise UserError(
-            f"--noise 0 makes all {cfg.attempts} attempts the same; use e.g. --noise {NOISE} or --attempts 1"
+            f"--noise 0 makes all {cfg.attempts} attempts the same; use e.g. --noise {NOISE:g} or --attempts 1"
         )
     if cfg.picture is not None and (cfg.evaluate is None or cfg.attempts == 1):
         raise UserError("--picture shows accuracy over attempts; add --evaluate FOLDER and --attempts of at least 2")

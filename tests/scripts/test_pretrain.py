@@ -424,8 +424,8 @@ def test_a_folder_is_evaluated_with_several_attempts(run, trained, tmp_path, cap
 @pytest.mark.parametrize("words, wanted", [
     (["--attempts", "0"], "--attempts 0 must be from 1 to 1,000"),
     (["--attempts", "1001"], "--attempts 1001 must be from 1 to 1,000"),
-    (["--noise", "-0.1"], "--noise -0.1 must be from 0 to 10; use e.g. 0.3"),
-    (["--noise", "11"], "--noise 11.0 must be from 0 to 10; use e.g. 0.3"),
+    (["--noise", "-0.1"], "--noise -0.1 must be from 0 to 10; use e.g. 1"),
+    (["--noise", "11"], "--noise 11.0 must be from 0 to 10; use e.g. 1"),
     (["--attempts", "4", "--noise", "0"], "--noise 0 makes all 4 attempts the same; use e.g. --noise"),
     (["--picture", "a.png"], "--picture shows accuracy over attempts; add --evaluate FOLDER and --attempts"),
     (["--picture", "a.png", "--attempts", "2"], "--picture shows accuracy over attempts; add --evaluate FOLDER"),

@@ -99,6 +99,11 @@ class PuzzleRows:
     def first(self, count: int) -> "PuzzleRows":
         return self.take(np.arange(min(count, len(self))))
 
+    def spread(self, count: int) -> "PuzzleRows":
+        """`count` rows at equal distances; all if there are fewer."""
+        count = min(count, len(self))
+        return self.take(np.arange(count) * len(self) // count)
+
     def updates(self, epochs: int, batch_size: int) -> int:
         """Number of updates in `epochs` epochs. Without groups it is rounded up, so that fewer rows than a batch still
         make one; with groups it is rounded down, as the Tiny Recursive Model does, but at least 1."""

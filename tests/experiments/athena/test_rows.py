@@ -346,6 +346,9 @@ def test_rows_of_a_group_stay_on_one_side():
     assert not set(train.group) & set(heldout.group)
     assert not set(form("maze7", train.inputs)) & set(form("maze7", heldout.inputs))
     assert train.first(7).group.tolist() == train.group[:7].tolist()
+    places = [number * len(train) // 7 for number in range(7)]
+    assert np.array_equal(train.spread(7).inputs, train.inputs[places]) and places[-1] > 7
+    assert len(train.spread(10**6)) == len(train)
 
 
 # -- rows without a label --------------------------------------------------------------------------------------------
