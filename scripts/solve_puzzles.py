@@ -152,7 +152,7 @@ def solve_often(
     answer, agree = found.tokens[chosen, 0].numpy(), int(found.votes(count)[chosen])
     print(f"attempt {chosen + 1} of {count}, halting probability {found.halt[chosen, 0].sigmoid():.3f}")
     print(f"{as_text(kind, answer)}\n")
-    print(f"{agree} of {count} attempts agree: {verdict(kind, question, answer)}\n", flush=True)
+    print(f"given by {agree} of {count} attempts: {verdict(kind, question, answer)}\n", flush=True)
 
 
 def batch_of(question: np.ndarray, backend: TorchBackend) -> dict[str, Tensor]:

@@ -387,7 +387,7 @@ def test_of_several_attempts_the_halting_head_picks_the_answer(
     one = {"inputs": torch.from_numpy(row)[None].long()}
     one |= {"labels": one["inputs"], "identifiers": torch.zeros(1).long(), "budgets": torch.zeros(1).long()}
     said, agreed = [], []
-    for seed in (3, 4, 3):
+    for seed in (0, 1, 2, 3, 0):
         run(*SOLVE, trained, "--puzzles", file, "--attempts", 5, "--noise", 2, "--seed", seed)
         said.append(capsys.readouterr().out)
         found = run_attempts(model, one, segments, 5, 2.0, seed, TorchBackend("cpu", "fp32"))
@@ -396,8 +396,8 @@ def test_of_several_attempts_the_halting_head_picks_the_answer(
         agreed.append(answers.count(answers[best]))
         chance = torch.sigmoid(found.halt[best, 0])
         assert f"attempt {best + 1} of 5, halting probability {chance:.3f}\n{answers[best]}\n" in said[-1]
-        assert f"{agreed[-1]} of 5 attempts agree: wrong in" in said[-1]
-    assert said[0] == said[2] != said[1] and min(agreed) < 5
+        assert f"given by {agreed[-1]} of 5 attempts: wrong in" in said[-1]
+    assert said[0] == said[4] and len(set(said)) > 1 and min(agreed) < 5
 
 
 def test_one_attempt_is_the_plain_solver_whatever_the_noise(run, trained, tmp_path, capsys):
