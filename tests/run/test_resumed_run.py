@@ -45,7 +45,7 @@ def test_the_precision_in_use_is_compared_not_the_option():
 
 def test_a_run_of_another_format_is_refused_with_both_versions():
     manifest_of(opened(), format=7)
-    assert "run is a run of format 7, and this version resumes format 3" in refusal(resume="auto")
+    assert "run is a run of format 7, and this version resumes format 4" in refusal(resume="auto")
 
 
 # -- resuming --------------------------------------------------------------------------------------------------------

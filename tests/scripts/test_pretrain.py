@@ -315,7 +315,7 @@ def test_sizes_are_checked_against_the_memory_of_the_device(load_script, monkeyp
         ("puzzle=maze5 puzzles=2000", "--puzzles: 2000 puzzles are more than the 48 maze5 that exist"),
         ("puzzles=1000000000000", "--puzzles 1000000000000 needs at least 256,000.0 GB of memory, but there is"),
         ("arch.hidden_size=1000000000", "lower arch.hidden_size, arch.L_layers or arch.expansion"),
-        ("arch.hidden_size=1000000000 --dry-run", "a model of 24,000,000,526,000,000,002 weights needs at least"),
+        ("arch.hidden_size=1000000000 --dry-run", "a model of 20,000,000,014,000,000,002 weights needs at least"),
         ("global_batch_size=1000000000000", "lower global_batch_size, arch.hidden_size or arch.L_cycles"),
         ("puzzle=sudoku5", "kind 'sudoku5' is not one of"), ("puzzles=1", "--puzzles 1 must be at least 2"),
         ("heldout_fraction=0", "--heldout-fraction 0.0 must be above 0 and below 1; use e.g. 0.1"),
@@ -383,11 +383,11 @@ def test_of_several_attempts_the_halting_head_picks_the_answer(
     with torch.no_grad():
         for weight in model.blocks.parameters():
             weight *= 4  # otherwise the blocks forget the noise
-    monkeypatch.setattr(load_script("solve_puzzles"), "load_run", lambda _: (model, kind, segments))
+    monkeypatch.setattr(load_script("solve_puzzles"), "load_run", lambda *_: (model, kind, segments))
     one = {"inputs": torch.from_numpy(row)[None].long()}
     one |= {"labels": one["inputs"], "identifiers": torch.zeros(1).long(), "budgets": torch.zeros(1).long()}
     said, agreed = [], []
-    for seed in (0, 1, 2, 3, 0):
+    for seed in (*range(8), 0):
         run(*SOLVE, trained, "--puzzles", file, "--attempts", 5, "--noise", 2, "--seed", seed)
         said.append(capsys.readouterr().out)
         found = run_attempts(model, one, segments, 5, 2.0, seed, TorchBackend("cpu", "fp32"))
@@ -397,7 +397,7 @@ def test_of_several_attempts_the_halting_head_picks_the_answer(
         chance = torch.sigmoid(found.halt[best, 0])
         assert f"attempt {best + 1} of 5, halting probability {chance:.3f}\n{answers[best]}\n" in said[-1]
         assert f"given by {agreed[-1]} of 5 attempts: wrong in" in said[-1]
-    assert said[0] == said[4] and len(set(said)) > 1 and min(agreed) < 5
+    assert said[0] == said[-1] and len(set(said)) > 1 and min(agreed) < 5
 
 
 def test_one_attempt_is_the_plain_solver_whatever_the_noise(run, trained, tmp_path, capsys):

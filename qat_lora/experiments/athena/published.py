@@ -87,7 +87,7 @@ def read_state(path: Path) -> dict[str, Tensor]:
     state = {
         name[name.index("inner.") :]: tensor
         for name, tensor in (content.items() if isinstance(content, dict) else ())
-        if "inner." in name and isinstance(tensor, Tensor)
+        if isinstance(name, str) and "inner." in name and isinstance(tensor, Tensor)
     }
     if not state:
         raise UserError(f"{path} has no tensor named inner.…; give a checkpoint of the Tiny Recursive Model")

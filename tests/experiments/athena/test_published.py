@@ -157,7 +157,7 @@ def test_code_in_a_pickle_is_not_run_and_other_files_are_refused(tmp_path):
     path.write_bytes(b"PK damaged")
     with pytest.raises(UserError, match="is not a PyTorch checkpoint"):
         read_state(path)
-    for content in ({"head": torch.zeros(2)}, {"model": None}, [1], torch.zeros(3)):
+    for content in ({"head": torch.zeros(2)}, {"model": None}, {1: torch.zeros(1)}, [1], torch.zeros(3)):
         torch.save(content, path)
         with pytest.raises(UserError, match="has no tensor named inner"):
             read_state(path)
