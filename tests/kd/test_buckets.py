@@ -269,7 +269,8 @@ def _full():
 
 
 HANG = """
-import threading, time
+import signal, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
 from qat_lora.backend import TorchBackend
 from qat_lora.data.batches import batches
 from qat_lora.kd.dataset import KDCacheDataset
