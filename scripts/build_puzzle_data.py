@@ -73,11 +73,9 @@ import numpy as np
 from qat_lora.backend.machine import check_memory
 from qat_lora.data.text import read_rows
 from qat_lora.errors import UserError
-from qat_lora.experiments.athena import grids, tables
-from qat_lora.experiments.athena.building import Built, build_tables, build_tasks, sample
+from qat_lora.experiments.athena import arc, tables
 from qat_lora.experiments.athena.puzzles import as_text, check_request, side
 from qat_lora.experiments.athena.rows import corpus, draw, row_memory, save, split
-from qat_lora.experiments.athena.tasks import check_names, check_solved, read_tasks
 from qat_lora.run.files import check_new
 
 
@@ -88,8 +86,7 @@ def main(cfg: Config) -> None:
         raise UserError("--source and --corpus exclude each other; give one of them")
     if cfg.source:
         files = tables.files_of(cfg.source, cfg.test_source)
-        built = from_tables(cfg, folder, *files) if files else from_tasks(cfg, folder)
-        return built and show(built, folder)
+        return from_tables(cfg, folder, *files) if files else from_tasks(cfg, folder)
     if cfg.test_source or cfg.augmentations or cfg.subsample:
         raise UserError("--test-source, --augmentations and --subsample need --source; add it or leave them out")
     if cfg.corpus:
@@ -114,46 +111,49 @@ def main(cfg: Config) -> None:
     print(f"{len(train):,} rows in {folder}/train, {len(heldout):,} in {folder}/test")
 
 
-def from_tables(cfg: Config, folder: Path, train: Path, test: Path) -> Built | None:
-    """Write published Sudoku or mazes; a dry run checks only the first row."""
-    learned = tables.open_table(train)
-    tested = tables.open_table(test, learned.form)
-    learned.form.check_augmentations(cfg.augmentations)
-    print(f"{learned.count:,} rows of {learned.form.name} in {train}, {tested.count:,} in {test}")
-    if not cfg.dry_run:
-        return build_tables(folder, learned, tested, cfg.augmentations, cfg.subsample, cfg.seed)
-    count = len(sample(learned.count, cfg.subsample, str(train), np.random.default_rng(cfg.seed)))
-    return plan(count * (1 + cfg.augmentations), tested.count, learned.form.side**2, folder)
+def from_tables(cfg: Config, folder: Path, train_file: Path, test_file: Path) -> None:
+    """Write published Sudoku or mazes."""
+    name, train = tables.read_table(train_file)
+    _, test = tables.read_table(test_file, name)
+    if "maze" in name and cfg.augmentations > tables.OTHERS:
+        raise UserError(f"--augmentations {cfg.augmentations}: a maze has only {tables.OTHERS} other images; use fewer")
+    print(f"{len(train):,} rows of {name} in {train_file}, {len(test):,} in {test_file}")
+    train = train[sample(len(train), cfg, train_file)]
+    if cfg.dry_run:
+        return plan(len(train) * (1 + cfg.augmentations), len(test), train.shape[2], folder)
+    tables.build_tables(folder, name, train, test, cfg.augmentations, cfg.seed)
 
 
-def from_tasks(cfg: Config, folder: Path) -> Built | None:
-    """Write ARC tasks; a dry run reads all of them."""
-    train = read_tasks(cfg.source, "--source")
+def from_tasks(cfg: Config, folder: Path) -> None:
+    """Write ARC tasks."""
+    files: dict[str, Path] = {}
+    train = arc.read_tasks(cfg.source, "--source", files)
     if cfg.test_source is None:
         raise UserError("ARC tasks need --test-source, whose test pairs go to test/; name a source of evaluation tasks")
-    test = read_tasks(cfg.test_source, "--test-source")
-    check_solved(train)
-    check_names([*train, *test])
-    train = [train[number] for number in sample(len(train), cfg.subsample, cfg.source, np.random.default_rng(cfg.seed))]
+    test = arc.read_tasks(cfg.test_source, "--test-source", files)
+    names = list(train)
+    train = {names[number]: train[names[number]] for number in sample(len(train), cfg, cfg.source)}
     print(f"{len(train):,} tasks to train on from {cfg.source}, {len(test):,} to test on from {cfg.test_source}")
     if cfg.dry_run:
-        pairs = sum(len(task.train) + len(task.test) for task in train) + sum(len(task.train) for task in test)
-        copies = 1 + cfg.augmentations
-        return plan(pairs * copies, sum(len(task.test) for task in test) * copies, grids.LENGTH, folder)
-    return build_tasks(folder, train, test, cfg.augmentations, cfg.seed)
+        learned = [pair for task in train.values() for pair in task["train"] + task["test"]]
+        learned += [pair for task in test.values() for pair in task["train"]]
+        copies, asked = 1 + cfg.augmentations, sum(len(task["test"]) for task in test.values())
+        return plan(len(learned) * copies, asked * copies, arc.LENGTH, folder)
+    arc.build_tasks(folder, train, test, cfg.augmentations, cfg.seed)
+
+
+def sample(count: int, cfg: Config, source: Path | str) -> np.ndarray:
+    """The numbers, in order, of the training puzzles to use."""
+    if cfg.subsample is None:
+        return np.arange(count)
+    if cfg.subsample > count:
+        raise UserError(f"--subsample {cfg.subsample} is more than the {count} in {source}; use at most {count}")
+    return np.sort(np.random.default_rng(cfg.seed).choice(count, cfg.subsample, replace=False))
 
 
 def plan(train: int, test: int, length: int, folder: Path) -> None:
     size = 2 * length * (train + test)  # bytes of inputs and labels
     print(f"at most {train:,} training and {test:,} test rows would go to {folder}, {size / 1e9:,.3f} GB")
-
-
-def show(built: Built, folder: Path) -> None:
-    print(f"{built.train:,} rows ({built.puzzles:,} puzzles) in {folder}/train, {built.test:,} rows in {folder}/test")
-    if built.unknown:
-        print(f"{built.unknown:,} rows of test/ have no known solution; they are answered, but not measured")
-    if built.unknown == built.test:
-        print("pretrain.py needs some solutions to measure with: add a --test-source that has them")
 
 
 if __name__ == "__main__":

@@ -122,16 +122,16 @@ def lock(folder: Path) -> BinaryIO:
     return file
 
 
-def as_json(content: dict) -> bytes:
+def as_json(content: dict | list) -> bytes:
     return (json.dumps(content, indent=2) + "\n").encode()
 
 
-def write_json(path: Path, content: dict) -> None:
+def write_json(path: Path, content: dict | list) -> None:
     write_atomically(path, lambda file: file.write(as_json(content)))
 
 
-def read_json(path: Path) -> dict:
-    """A JSON object from a file; raises UserError with its name if it is missing or damaged."""
+def read_json(path: Path, kind: type = dict):
+    """A JSON object (kind=list: array) from a file; raises UserError with its name if it is missing or damaged."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -140,8 +140,9 @@ def read_json(path: Path) -> dict:
         raise
     except (ValueError, OSError) as error:
         raise UserError(f"{path} is damaged ({error}); restore it from a copy, or create it again") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} is damaged (not a JSON object); restore it from a copy, or create it again")
+    if not isinstance(content, kind):
+        what = "array" if kind is list else "object"
+        raise UserError(f"{path} is damaged (not a JSON {what}); restore it from a copy, or create it again")
     return content
 
 

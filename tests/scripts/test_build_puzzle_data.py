@@ -110,6 +110,16 @@ def test_tables_are_recognised_by_their_content(build, sources, capsys):
     assert "1 rows of 3×3 maze in m/train.csv" in capsys.readouterr().out and len(load("mazes")[0]) == 8
 
 
+def test_a_subsample_is_random_and_repeatable(build, sources, tmp_path):
+    rows = [f"{('1234' * 4)[:n]:.<16},{'1234' * 4}" for n in range(12)]  # n digits are given
+    for name, part in (("train", rows[:10]), ("test", rows[10:])):
+        (tmp_path / "s" / f"{name}.csv").write_text("\n".join(["question,answer", *part]))
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        build("source=s", "subsample=4", f"seed={seed}", f"output_dir={name}")
+    a, b, c = (load(name)[0] for name in "abc")
+    assert a.fingerprint == b.fingerprint != c.fingerprint and len(a) == len(c) == 4 and len(load("a")[1]) == 2
+
+
 def test_arc_tasks_are_read_from_both_layouts(build, sources, capsys):
     words = ["source=arc/arc_training", "test_source=old,arc/arc_test", "augmentations=3", "output_dir=arc_data"]
     build(*words, "--dry-run")
@@ -131,12 +141,13 @@ def test_arc_tasks_are_read_from_both_layouts(build, sources, capsys):
 @pytest.mark.parametrize("words, said", [
     (["source=s", "corpus=a.jsonl"], "--source and --corpus exclude each other"),
     (["augmentations=3"], "--test-source, --augmentations and --subsample need --source"),
-    (["source=m"], "m/test.csv: no such file"), (["source=m/train.csv"], "has no test rows; give their file with"),
+    (["source=m"], r"m/test\.csv cannot be read as a CSV table .*No such file"),
+    (["source=m/train.csv"], "has no test rows; give their file with"),
     (["source=m", "test_source=s/test.csv"], "s/test.csv holds sudoku4 rows, but the training rows are 3×3 maze"),
     (["source=m", "test_source=m/train.csv", "augmentations=8"], "--augmentations 8: a maze has only 7"),
     (["source=s", "subsample=4"], "--subsample 4 is more than the 3 in s/train.csv"),
     (["source=old"], "ARC tasks need --test-source"), (["source=old", "test_source=nowhere"], "--test-source nowhere"),
-    (["source=arc/arc_test", "test_source=old"], "arc/arc_test_challenges.json: task turn has a test with no output"),
+    (["source=arc/arc_test", "test_source=old"], "arc/arc_test_challenges.json: task turn, test pair 1 has no output"),
     (["source=old", "test_source=old"], "task across is both in old/across.json and in old/across.json"),
     (["source=old", "test_source=arc/arc_test", "subsample=2"], "--subsample 2 is more than the 1 in old"),
     (["source=old", "test_source=arc"], "--test-source arc holds 2 subsets"), (["source=s", "output_dir=m"], "already"),
@@ -187,4 +198,4 @@ def test_right_answers_to_every_augmentation_win_the_vote(run, build, sources, c
     monkeypatch.setattr(evaluation, "answer", answered)
     run("solve_puzzles", "--run", "run", "--device", "cpu", "--evaluate", "data")
     said = capsys.readouterr().out
-    assert "vote   pass@1 100.0%, pass@2 100.0% of 1 tasks" in said
+    assert "vote   pass@1 100.0%, pass@2 100.0%, pass@5 100.0%, pass@10 100.0% of 1 tasks" in said

@@ -21,9 +21,9 @@ from qat_lora.experiments.athena import ANY, LARGE, puzzles, symmetries
 from qat_lora.experiments.athena.groups import Groups
 from qat_lora.experiments.athena.mapped import AGAIN, array_of, pieces, taken
 from qat_lora.experiments.athena.model import IGNORE, ROWS
-from qat_lora.experiments.athena.writing import IGNORED, facts_of, write_array, write_facts, write_names
+from qat_lora.experiments.athena.writing import BLANK, IGNORED, write_array, write_facts
 from qat_lora.run import remote as urls
-from qat_lora.run.files import new_folder, read_json
+from qat_lora.run.files import new_folder, read_json, write_json
 
 PAD, BLANK_TOKEN, END, BYTE = 0, 1, 2, 3  # tokens of text; BYTE is the token of byte 0
 TEXT_VOCAB = BYTE + 256
@@ -258,15 +258,15 @@ def save(folder: Path, train: PuzzleRows, heldout: PuzzleRows) -> None:
         for side, rows in zip(SIDES, (train, heldout)):
             (part / side).mkdir()
             _save(part / side, rows)
-        write_names(part, ["<blank>"])
+        write_json(part / "identifiers.json", [BLANK])
 
 
 def _save(side: Path, rows: PuzzleRows) -> None:
     each = np.arange(len(rows))
     groups = rows.groups or Groups.of(each, each)
     rows, puzzle_count, group_count = rows.take(groups.order), len(groups.starts) - 1, len(groups.firsts) - 1
-    facts = facts_of(rows.length, rows.vocab, rows.identifiers_count, group_count, puzzle_count, len(rows))
-    write_facts(side, facts | {"kind": rows.kind, "causal": rows.causal})
+    counts = rows.identifiers_count, group_count, puzzle_count, len(rows)
+    write_facts(side, rows.length, rows.vocab, *counts, kind=rows.kind, causal=rows.causal)
     arrays = {
         "inputs": rows.inputs, "labels": np.where(rows.labels == rows.ignored, IGNORED, rows.labels),
         "puzzle_identifiers": rows.identifiers[groups.starts[:-1]], "puzzle_indices": groups.starts,

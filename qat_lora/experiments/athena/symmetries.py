@@ -21,7 +21,7 @@ def variant(
     """
     n, rows = side(kind), np.arange(len(questions))[:, None]
     if kind not in BOXES:
-        places = _dihedral(n)[rng.integers(8, size=len(questions))]
+        places = dihedral(n)[rng.integers(8, size=len(questions))]
         return questions[rows, places], answers[rows, places]
     tall, wide = BOXES[kind]
     across, down = _lines(len(questions), n, tall, rng), _lines(len(questions), n, wide, rng)
@@ -29,7 +29,7 @@ def variant(
     if tall == wide:
         flipped = rng.random(len(questions)) < 0.5
         places[flipped] = places[flipped].transpose(0, 2, 1)
-    places = places.reshape(len(questions), -1)
+    places = places.reshape(len(questions), n * n)
     names = np.tile(np.arange(n + 2, dtype=questions.dtype), (len(questions), 1))
     names[:, 2:] = rng.permuted(names[:, 2:], axis=1)
     return names[rows, questions[rows, places]], names.astype(answers.dtype)[rows, answers[rows, places]]
@@ -43,7 +43,7 @@ def _lines(count: int, n: int, thick: int, rng: np.random.Generator) -> np.ndarr
 
 
 @functools.cache
-def _dihedral(n: int) -> np.ndarray:
+def dihedral(n: int) -> np.ndarray:
     """[8, n²]: for each rotation and reflection of a square, the places that its cells come from."""
     square = np.arange(n * n).reshape(n, n)
     return np.stack([np.rot90(s, turns).ravel() for s in (square, square.T) for turns in range(4)])
@@ -104,7 +104,7 @@ def form(kind: str, questions: np.ndarray) -> list[bytes]:
         raise UserError(f"kind {kind!r} has too many symmetries to compare questions; compare its answers by class")
     questions, what = np.asarray(questions, np.uint8), f"comparing {kind} by symmetry"
     if kind not in BOXES:
-        images = (question[_dihedral(side(kind))] for question in watched(questions, what, len(questions)))
+        images = (question[dihedral(side(kind))] for question in watched(questions, what, len(questions)))
         return [min(map(bytes, image)) for image in images]
     lines = _orders(4, 2)
     places = (lines[:, None, :, None] * 4 + lines[None, :, None, :]).reshape(-1, 4, 4)

@@ -4,34 +4,16 @@ Every augmentation of a task answers each of its tests. Undoing the augmentation
 the same grid, and equal ones are pooled.
 """
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from qat_lora.errors import UserError, first_line
-from qat_lora.experiments.athena.grids import LENGTH, cropped, undoing
+from qat_lora.errors import UserError
+from qat_lora.experiments.athena.arc import LENGTH, cropped, key, undoing
 from qat_lora.run import remote as urls
 from qat_lora.run.files import read_json
 
 FILES = ("identifiers.json", "test_puzzles.json")
-
-
-@dataclass
-class Candidate:
-    """An answer, as shape and bytes, with the number of augmentations that gave it and the sum of their halting
-    probabilities."""
-
-    key: tuple[tuple[int, int], bytes]
-    count: int = 0
-    total: float = 0.0
-
-    @property
-    def grid(self) -> np.ndarray:
-        shape, cells = self.key
-        return np.frombuffer(cells, np.uint8).reshape(shape)
 
 
 class Votes:
@@ -40,7 +22,8 @@ class Votes:
 
     def __init__(self, names: Sequence[str], tasks: dict[str, dict]):
         self.names, self.tasks = names, tasks
-        self.found: dict[tuple[str, tuple], dict[tuple, Candidate]] = {}
+        # halting probabilities of the augmentations that gave an answer, by (task, question) and answer
+        self.found: dict[tuple, dict[tuple, list[float]]] = {}
 
     def add(
         self, identifiers: np.ndarray, inputs: np.ndarray, predictions: np.ndarray, probabilities: np.ndarray
@@ -51,31 +34,23 @@ class Votes:
         for identifier, question, answer, probability in grids:
             if identifier:
                 task, undo = undoing(self.names[identifier])
-                candidates = self.found.setdefault((task, _key(undo(question))), {})
-                key = _key(undo(answer))
-                found = candidates.setdefault(key, Candidate(key))
-                found.count, found.total = found.count + 1, found.total + probability
+                candidates = self.found.setdefault((task, key(undo(question))), {})
+                candidates.setdefault(key(undo(answer)), []).append(probability)
 
-    def ranked(self, task: str, question: np.ndarray) -> list[Candidate]:
+    def ranked(self, task: str, question: list[list[int]]) -> list[list[list[int]]]:
         """The candidates for a test of a task: those with the most votes first, then those with the highest mean
         halting probability, then the first to come."""
-        found = self.found.get((task, _key(question)), {}).values()
-        return sorted(found, key=lambda each: (-each.count, -each.total / each.count))
+        found = self.found.get((task, key(np.array(question, np.uint8))), {})
+        order = sorted(found, key=lambda answer: (-len(found[answer]), -np.mean(found[answer])))
+        return [np.frombuffer(cells, np.uint8).reshape(shape).tolist() for shape, cells in order]
 
     def check(self, path: str, identifiers: np.ndarray, length: int) -> None:
         """Raise UserError if rows are not canvases of tasks, or have identifiers without a name."""
-        if length != LENGTH:
-            raise UserError(f"{path}: rows have {length} tokens, but those of ARC tasks {LENGTH}; rebuild the folder")
-        if int(identifiers.max()) >= len(self.names):
+        if length != LENGTH or identifiers.max() >= len(self.names):
             raise UserError(
-                f"{path}: {FILES[0]} has {len(self.names)} names, but rows have identifiers up to "
-                f"{identifiers.max()}; rebuild the folder"
+                f"{path}: rows have {length} tokens and identifiers up to {identifiers.max()}, but ARC tasks have "
+                f"{LENGTH} tokens and {FILES[0]} has {len(self.names)} names; rebuild the folder"
             )
-
-    @property
-    def most(self) -> int:
-        """The largest number of candidates for a test."""
-        return max(map(len, self.found.values()), default=0)
 
     def solved(self, ks: Sequence[int]) -> dict[int, float]:
         """pass@k for each k: the share of a task's tests whose output is among their first k candidates, averaged over
@@ -83,23 +58,18 @@ class Votes:
         shares = []
         for name, task in self.tasks.items():
             known = [pair for pair in task["test"] if pair.get("output") is not None]
-            ranked = [[each.key for each in self.ranked(name, _grid(pair["input"]))] for pair in known]
-            wanted = [_key(_grid(pair["output"])) for pair in known]
+            answers = [(pair["output"], self.ranked(name, pair["input"])) for pair in known]
             if known:
-                shares.append([sum(key in keys[:k] for key, keys in zip(wanted, ranked)) / len(known) for k in ks])
+                shares.append([np.mean([output in ranked[:k] for output, ranked in answers]) for k in ks])
         return dict(zip(ks, np.mean(shares, 0).tolist())) if shares else {}
 
-    def submission(self, attempts: int = 2) -> dict[str, list[dict]]:
-        """The first candidates of each test of each task, as in a submission to ARC Prize; if there are fewer, the
+    def submission(self) -> dict[str, list[dict]]:
+        """The first two candidates of each test of each task, as in a submission to ARC Prize; if there are fewer, the
         first one again."""
         answers = {}
         for name, task in self.tasks.items():
-            answers[name] = []
-            for pair in task["test"]:
-                grids = [each.grid.tolist() or [[0]] for each in self.ranked(name, _grid(pair["input"]))]
-                first = grids[0] if grids else [[0]]
-                chosen = (grids + [first] * attempts)[:attempts]
-                answers[name].append({f"attempt_{number}": grid for number, grid in enumerate(chosen, 1)})
+            best = [self.ranked(name, pair["input"])[:2] or [[]] for pair in task["test"]]
+            answers[name] = [{"attempt_1": two[0] or [[0]], "attempt_2": two[-1] or [[0]]} for two in best]
         return answers
 
 
@@ -109,8 +79,8 @@ def open_votes(path: str) -> Votes | None:
     with urls.local_folder(path) as folder:
         if not (folder / FILES[1]).exists():
             return None
-        names, tasks = _names(folder / FILES[0]), read_json(folder / FILES[1])
-    known = {undoing(name)[0] for name in names[1:]}
+        names, tasks = read_json(folder / FILES[0], list), read_json(folder / FILES[1])
+    known = {undoing(str(name))[0] for name in names[1:]}
     for name, task in tasks.items():
         if name not in known:
             raise UserError(f"{path}: task {name} of {FILES[1]} has no puzzle in {FILES[0]}; rebuild the folder")
@@ -118,21 +88,3 @@ def open_votes(path: str) -> Votes | None:
         if not isinstance(pairs, list) or not all(isinstance(pair, dict) and "input" in pair for pair in pairs):
             raise UserError(f"{path}/{FILES[1]} is damaged: task {name} has no list of tests; rebuild the folder")
     return Votes(names, tasks)
-
-
-def _names(file: Path) -> list[str]:
-    try:
-        names = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read ({first_line(error)}); rebuild the folder") from error
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise UserError(f"{file} is damaged (not a list of names); rebuild the folder")
-    return names
-
-
-def _grid(lines: list[list[int]]) -> np.ndarray:
-    return np.array(lines, np.uint8)
-
-
-def _key(grid: np.ndarray) -> tuple:
-    return grid.shape, grid.tobytes()

@@ -1,29 +1,29 @@
-"""Writes one side of a dataset in the layout of the Tiny Recursive Model: dataset.json and all__*.npy."""
+"""Writes datasets in the layout of the Tiny Recursive Model: train/ and test/, with dataset.json and all__*.npy."""
 
-import io
-import json
-from array import array
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
+from qat_lora.run.console import say
+from qat_lora.run.files import new_folder, write_json
+
+BLANK = "<blank>"  # name of identifier 0
 IGNORED = 0  # ignore_label_id: a cell of the labels that has no answer
-INDICES = ("puzzle_identifiers", "puzzle_indices", "group_indices")
 
 
-def facts_of(length: int, vocab: int, identifiers: int, groups: int, puzzles: int, rows: int) -> dict:
-    """The content of a side's dataset.json."""
-    return {
+def write_facts(
+    folder: Path, length: int, vocab: int, identifiers: int, groups: int, puzzles: int, rows: int, **more
+) -> None:
+    """Write a side's dataset.json; more: facts that the published code does not know."""
+    facts = {
         "seq_len": length, "vocab_size": vocab, "pad_id": 0, "ignore_label_id": IGNORED, "blank_identifier_id": 0,
         "num_puzzle_identifiers": identifiers, "total_groups": groups, "mean_puzzle_examples": rows / puzzles,
         "total_puzzles": puzzles, "sets": ["all"],
     }  # fmt: skip
-
-
-def write_facts(folder: Path, facts: dict) -> None:
-    (folder / "dataset.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "dataset.json", facts | more)
 
 
 def write_array(folder: Path, name: str, values: np.ndarray) -> None:
@@ -31,61 +31,62 @@ def write_array(folder: Path, name: str, values: np.ndarray) -> None:
     "9720 requested and 4064 written"."""
     values = np.ascontiguousarray(values, np.int32)
     with open(folder / f"all__{name}.npy", "wb") as file:
-        file.write(_header(values.shape, values.dtype))
+        _write_header(file, values.shape, "<i4")
         file.write(values.data)
 
 
-def _header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
+def _write_header(file: BinaryIO, shape: tuple[int, ...], dtype: str) -> None:
     """NumPy leaves room in it for more rows, so its length does not depend on their number."""
-    header = io.BytesIO()
-    facts = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(header, facts)
-    return header.getvalue()
+    np.lib.format.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": shape})
 
 
 class Side:
-    """train/ or test/ of a dataset, written group by group in uint8, so that only one group has to be in memory. Use it
-    as a context, and call `finish` once all groups are written."""
+    """train/ or test/ of a new dataset, written group by group in uint8, so that only one group has to be in memory."""
 
-    def __init__(self, folder: Path, length: int, vocab: int):
+    def __init__(self, folder: Path, length: int, vocab: int, stack: ExitStack):
         folder.mkdir()
-        self.folder, self.length, self.vocab, self.rows = folder, length, vocab, 0
-        self.indices = {name: array("i", [] if name == INDICES[0] else [0]) for name in INDICES}
-
-    def __enter__(self) -> "Side":
-        with ExitStack() as stack:
-            names = ("inputs", "labels")
-            self.files = [stack.enter_context(open(self.folder / f"all__{name}.npy", "wb")) for name in names]
-            for file in self.files:
-                file.write(_header((0, self.length), np.dtype(np.uint8)))
-            self.stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.stack.close()
+        self.folder, self.length, self.vocab, self.rows, self.unlabelled = folder, length, vocab, 0, 0
+        self.indices: dict[str, list[int]] = {"puzzle_identifiers": [], "puzzle_indices": [0], "group_indices": [0]}
+        self.files = [stack.enter_context((folder / f"all__{name}.npy").open("wb")) for name in ("inputs", "labels")]
+        for file in self.files:
+            _write_header(file, (0, length), "|u1")
 
     def group(self, puzzles: Iterable[tuple[int, np.ndarray, np.ndarray]]) -> None:
         """Add a group of puzzles: the identifier, inputs and labels [rows, length] (uint8) of each."""
         identifiers, starts, firsts = self.indices.values()
-        for identifier, *rows in puzzles:
-            for file, values in zip(self.files, rows, strict=True):
-                file.write(np.ascontiguousarray(values, np.uint8).data)
-            self.rows += len(rows[0])
+        for identifier, inputs, labels in puzzles:
+            for file, values in zip(self.files, (inputs, labels)):
+                file.write(np.ascontiguousarray(values).data)
+            self.rows += len(inputs)
+            self.unlabelled += int((labels == IGNORED).all(1).sum())
             identifiers.append(identifier)
             starts.append(self.rows)
         firsts.append(len(identifiers))
 
     def finish(self, identifiers: int) -> None:
-        """Write the rest; identifiers: how many there are in both sides, including the blank one."""
+        """Write everything else; identifiers: how many both sides have together, the blank one included."""
         for file in self.files:
             file.seek(0)
-            file.write(_header((self.rows, self.length), np.dtype(np.uint8)))
-        for name, numbers in self.indices.items():
-            write_array(self.folder, name, np.array(numbers, np.int32))
-        puzzles, groups = len(self.indices["puzzle_identifiers"]), len(self.indices["group_indices"]) - 1
-        write_facts(self.folder, facts_of(self.length, self.vocab, identifiers, groups, puzzles, self.rows))
+            _write_header(file, (self.rows, self.length), "|u1")
+        for name, values in self.indices.items():
+            write_array(self.folder, name, values)
+        puzzles, _, groups = map(len, self.indices.values())
+        write_facts(self.folder, self.length, self.vocab, identifiers, groups - 1, puzzles, self.rows)
 
 
-def write_names(folder: Path, names: list[str]) -> None:
-    """The names of the puzzle identifiers, by number."""
-    (folder / "identifiers.json").write_text(json.dumps(names), encoding="utf-8")
+@contextmanager
+def new_dataset(folder: Path, length: int, vocab: int, names: list[str]) -> Iterator[tuple[Path, Side, Side]]:
+    """Yield the temporary folder, train/ and test/ of a dataset, which becomes `folder` at the end of the block; print
+    how many rows it has. names: of the puzzle identifiers; the block may add to them."""
+    with new_folder(folder) as part, ExitStack() as stack:
+        train, test = (Side(part / name, length, vocab, stack) for name in ("train", "test"))
+        yield part, train, test
+        for side in (train, test):
+            side.finish(len(names))
+        write_json(part / "identifiers.json", names)
+    puzzles = len(train.indices["puzzle_identifiers"])
+    say(f"{train.rows:,} rows ({puzzles:,} puzzles) in {folder}/train, {test.rows:,} rows in {folder}/test")
+    if test.unlabelled:
+        say(f"{test.unlabelled:,} rows of test/ have no known solution; they are answered, but not measured")
+    if test.unlabelled == test.rows:
+        say("pretrain.py needs some solutions to measure with: add a --test-source that has them")

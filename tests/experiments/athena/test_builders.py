@@ -13,13 +13,16 @@ import pytest
 from puzzle_files import arc_task, arc_tasks, read_side, write_folder, write_subset
 
 from qat_lora.errors import UserError
-from qat_lora.experiments.athena import grids
-from qat_lora.experiments.athena.building import build_tasks
+from qat_lora.experiments.athena import arc as arcs
+from qat_lora.experiments.athena.arc import build_tasks
 from qat_lora.experiments.athena.rows import load
-from qat_lora.experiments.athena.tasks import check_names, check_solved, read_tasks
-from qat_lora.experiments.athena.writing import Side
+from qat_lora.experiments.athena.writing import new_dataset
 
 TRAINED, TESTED = ("mirror", "flip", "recolour", "double"), ("turn", "across")
+
+
+def read_tasks(sources, option: str, files: dict[str, Path] | None = None) -> dict[str, dict]:
+    return arcs.read_tasks(str(sources), option, {} if files is None else files)
 
 
 # -- an independent reader -------------------------------------------------------------------------------------------
@@ -128,7 +131,7 @@ def test_augmentations_that_repeat_an_earlier_one_are_skipped(tmp_path):
 
 def test_the_seed_decides_everything(arc, tasks, tmp_path):
     def built(name: str, seed: int):
-        train, test = (read_tasks(write_folder(tmp_path / key, {key: tasks[key]}), "") for key in ("flip", "turn"))
+        train, test = (read_tasks(write_folder(tmp_path / key, {key: tasks[key]}), "a") for key in ("flip", "turn"))
         build_tasks(tmp_path / name, train, test, 5, seed)
         return {path.relative_to(tmp_path / name): path.read_bytes() for path in (tmp_path / name).rglob("*.*")}
 
@@ -138,8 +141,8 @@ def test_the_seed_decides_everything(arc, tasks, tmp_path):
 @pytest.mark.parametrize("size", [(30, 30), (30, 2), (1, 30), (1, 1)])
 def test_end_markers_outside_the_canvas_are_left_out(size):
     grid = np.random.default_rng(0).integers(0, 10, size).astype(np.uint8)
-    assert grid_at(grids.canvas(grid)) == (grid.tolist(), (0, 0))
-    assert (grids.cropped(grids.canvas(grid)[None])[0] == grid).all()
+    assert grid_at(arcs.canvas(grid)) == (grid.tolist(), (0, 0))
+    assert (arcs.cropped(arcs.canvas(grid)[None])[0] == grid).all()
 
 
 def test_undoing_an_augmentation_by_its_name_gives_the_grid_back():
@@ -147,22 +150,22 @@ def test_undoing_an_augmentation_by_its_name_gives_the_grid_back():
     images = set()
     for transform in range(8):
         colours = np.append(0, rng.permutation(9) + 1).astype(np.uint8)
-        image = grids.changed(grid, transform, colours)
-        name = grids.name_of("a|b", transform, colours)
-        task, undo = grids.undoing(name)
+        image = arcs.turned(colours[grid], transform)
+        name = f"a|b|||t{transform}|||{''.join(map(str, colours))}"
+        task, undo = arcs.undoing(name)
         assert task == "a|b" and undo(image).tolist() == grid.tolist() == plain(image.tolist(), name)
-        images.add(grids.turned(grid, transform).tobytes() + bytes(grids.turned(grid, transform).shape))
+        images.add(arcs.turned(grid, transform).tobytes() + bytes(arcs.turned(grid, transform).shape))
     assert len(images) == 8
     for bad in ("x|||t8|||0123456789", "x|||t1|||0123", "x|||t1|||0123456788", "x|||1"):
         with pytest.raises(UserError, match="is not the name of a puzzle"):
-            grids.undoing(bad)
+            arcs.undoing(bad)
 
 
 def test_a_crop_is_the_largest_coloured_rectangle_at_the_top_left():
     rng = np.random.default_rng(1)
     rows = rng.choice([0, 1, 2, 5, 11], p=[0.02, 0.02, 0.32, 0.32, 0.32], size=(200, 900))
     rows[0], rows[1] = 0, 7
-    for row, found in zip(rows, grids.cropped(rows)):
+    for row, found in zip(rows, arcs.cropped(rows)):
         cells, best = row.reshape(30, 30), (0, 0)
         for height in range(1, 31):
             for width in range(1, 31):
@@ -172,12 +175,13 @@ def test_a_crop_is_the_largest_coloured_rectangle_at_the_top_left():
 
 
 # -- tests without a solution ----------------------------------------------------------------------------------------
-def test_rows_without_a_solution_have_no_labels_and_the_same_identifiers(tasks, tmp_path):
+def test_rows_without_a_solution_have_no_labels_and_the_same_identifiers(tasks, tmp_path, capsys):
     known = write_subset(tmp_path / "arc_evaluation", {"across": tasks["across"]})
     unknown = write_subset(tmp_path / "arc_test", {"turn": tasks["turn"]}, solved=False)
     train = read_tasks(write_folder(tmp_path / "train", {"flip": tasks["flip"]}), "--source")
-    built = build_tasks(tmp_path / "data", train, read_tasks(f"{known},{unknown}", "--test-source"), 3, seed=0)
-    assert built.unknown == 8 and built.test == 16
+    build_tasks(tmp_path / "data", train, read_tasks(f"{known},{unknown}", "--test-source"), 3, seed=0)
+    said = capsys.readouterr().out
+    assert "16 rows in" in said and "8 rows of test/ have no known solution" in said
     labels = np.load(tmp_path / "data" / "test" / "all__labels.npy")
     assert labels[:8].any(1).all() and not labels[8:].any()
     heldout, every = load(str(tmp_path / "data"))[1], load(str(tmp_path / "data"), unlabelled=True)[1]
@@ -185,10 +189,9 @@ def test_rows_without_a_solution_have_no_labels_and_the_same_identifiers(tasks, 
     assert isinstance(heldout.inputs, np.memmap) and isinstance(heldout.labels, np.memmap), "a copy"
     content = json.loads((tmp_path / "data" / "test_puzzles.json").read_text())
     assert [set(pair) for pair in content["turn"]["test"]] == [{"input"}] * 2 and content["across"] == tasks["across"]
-    with pytest.raises(
-        UserError, match=r"task turn has a test with no output, and .*arc_test_solutions\.json does not"
-    ):
-        check_solved(read_tasks(unknown, "--source"))
+    said = r"arc_test_challenges\.json: task turn, test pair 1 has no output; .* add it or \*_solutions\.json"
+    with pytest.raises(UserError, match=said):
+        read_tasks(unknown, "--source")
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------
@@ -207,7 +210,7 @@ def grid(**changes):
     (grid(input=[]), r"train pair 1, input is \[\], not a list of rows"), (grid(input=[[]]), r"input is \[\[\]\]"),
     (grid(output=None), "train pair 1 has no output"), (grid()[:-20], r"bad\.json is damaged"),
     ('{"train": [], "test": []}', r"train is \[\], not a list of pairs"), ("[]", "not a JSON object"),
-    ("{}", "holds no tasks"), ('{"a": 3}', "task a is 3, not an object"), ('{"a|||b": {}}', "must not be empty or"),
+    ("{}", "holds no tasks"), ('{"a": 3}', "task a must be an object"), ('{"a|||b": {}}', r"a\|\|\|b must .* without"),
     ('{"a": {"train": [{"output": []}]}}', 'train pair 1 is .*, not an object with an "input"'),
 ])  # fmt: skip
 def test_an_error_names_the_file_and_the_grid(content, said, tmp_path):
@@ -220,8 +223,8 @@ def test_an_error_names_the_file_and_the_grid(content, said, tmp_path):
 def test_solutions_must_match_the_tests(tasks, tmp_path):
     prefix = write_subset(tmp_path / "arc_training", {"flip": tasks["flip"]})
     for solutions, said in (
-        ({}, "task flip is not there, but has 2 tests"), ({"flip": [[[1]]]}, "task flip has 1 solutions, but has 2"),
-        ({"flip": [[[1]], [[11]]]}, "task flip, solution 2: row 1 holds 11"), ({"flip": 3}, "task flip has 3, but"),
+        ({}, r"task flip has None, not 2 solutions"), ({"flip": [[[1]]]}, r"task flip has \[\[\[1\]\]\], not 2 sol"),
+        ({"flip": [[[1]], [[11]]]}, "task flip, solution 2: row 1 holds 11"), ({"flip": 3}, "task flip has 3, not 2"),
     ):  # fmt: skip
         Path(f"{prefix}_solutions.json").write_text(json.dumps(solutions))
         with pytest.raises(UserError, match=rf"arc_training_solutions\.json: {said}"):
@@ -237,34 +240,35 @@ def test_sources_are_files_folders_or_prefixes(tasks, tmp_path):
         (first, ["flip"]), (f"{first}_challenges.json", ["flip"]), (tmp_path / "only", ["mirror"]),
         (tmp_path / "deep" / "training", ["flip"]), (tmp_path / "deep" / "training" / "flip.json", ["flip"]),
     ):  # fmt: skip
-        assert [task.name for task in read_tasks(str(source), "--source")] == names
+        assert list(read_tasks(source, "--source")) == names
     for source, said in (
         (tmp_path / "both", "--source .*both holds 2 subsets; name those that you mean: .*arc_a, .*arc_b"),
-        (tmp_path / "deep", "holds neither train.csv nor .json files; give a folder in it, e.g. .*training"),
-        (tmp_path / "none", "--source .*none: no such file or folder, and no .*none_challenges.json"),
+        (tmp_path / "deep", "no folder with train.csv or .json files; give one of these, e.g. .*training"),
+        (tmp_path / "none", "--source .*none: no such file, no .*none_challenges.json, and no folder"),
     ):
         with pytest.raises(UserError, match=said):
-            read_tasks(str(source), "--source")
+            read_tasks(source, "--source")
     with pytest.raises(UserError, match=r"task flip is both in .*arc_a_challenges\.json and in .*flip\.json"):
         read_tasks(f"{first}, {tmp_path}/deep/training", "--source")
+    files: dict[str, Path] = {}
+    read_tasks(only, "--source", files)
     with pytest.raises(UserError, match="task mirror is both"):
-        check_names(2 * [*read_tasks(only, "a")] + read_tasks(only, "b"))
+        read_tasks(only, "--test-source", files)
 
 
 # -- killed ----------------------------------------------------------------------------------------------------------
 SLOWLY = """
 import sys, time
 from pathlib import Path
-from qat_lora.experiments.athena import building
-from qat_lora.experiments.athena.tasks import read_tasks
+from qat_lora.experiments.athena import arc
 
-asked = building._rows
-def slow(pairs, rng):
+asked = arc._rows
+def slow(pairs, rng=None):
     print("writing", flush=True)
     time.sleep(0.2)
     return asked(pairs, rng)
-building._rows = slow
-building.build_tasks(Path("data"), read_tasks("a", "a"), read_tasks("b", "b"), 30, 0)
+arc._rows = slow
+arc.build_tasks(Path("data"), arc.read_tasks("a", "a", {}), arc.read_tasks("b", "b", {}), 30, 0)
 """
 
 
@@ -307,14 +311,15 @@ print(own() - before, len(heldout), heldout.unlabelled)
 def test_neither_identifiers_nor_rows_without_a_solution_make_loading_copy_a_dataset(tmp_path):
     """90 MB of rows. A copy of those of test/ that have labels would take 40 MB of a process's own memory."""
     rng = np.random.default_rng(0)
-    for name in ("train", "test"):
-        with Side(tmp_path / name, grids.LENGTH, grids.VOCAB) as side:
+    with new_dataset(tmp_path / "data", arcs.LENGTH, arcs.VOCAB, 2501 * ["puzzle"]) as (_, *sides):
+        for name, side in zip(("train", "test"), sides):
             for group in range(25):
-                rows = rng.integers(1, 12, (1000, grids.LENGTH), np.uint8)
+                rows = rng.integers(1, 12, (1000, arcs.LENGTH), np.uint8)
                 labels = rows * (name == "train" or group < 22)
                 side.group((1 + 100 * group + at, rows[at * 10 :][:10], labels[at * 10 :][:10]) for at in range(100))
-            side.finish(identifiers=2501)
     stored = sum(file.stat().st_size for file in tmp_path.rglob("*.npy"))
-    done = subprocess.run([sys.executable, "-c", MEASURE, tmp_path], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, tmp_path / "data"], capture_output=True, text=True, check=True
+    )
     used, labelled, unlabelled = map(int, done.stdout.split())
     assert used < 0.1 * stored and (labelled, unlabelled) == (22_000, 3_000), used / stored

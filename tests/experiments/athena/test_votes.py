@@ -7,10 +7,8 @@ import pytest
 from puzzle_files import arc_tasks, write_folder
 
 from qat_lora.errors import UserError
-from qat_lora.experiments.athena import grids
-from qat_lora.experiments.athena.building import build_tasks
+from qat_lora.experiments.athena.arc import LENGTH, build_tasks, canvas, cropped, read_tasks, turned, undoing
 from qat_lora.experiments.athena.rows import load
-from qat_lora.experiments.athena.tasks import read_tasks
 from qat_lora.experiments.athena.votes import Votes, open_votes
 
 SQUARE = np.array([[1, 2], [3, 4]], np.uint8)
@@ -24,9 +22,9 @@ def votes_of(answers: list[tuple[int, float]], known: bool = True) -> Votes:
     for colour, _ in answers:
         colours = np.append(0, rng.permutation(9) + 1).astype(np.uint8)
         transform = int(rng.integers(8))
-        names.append(grids.name_of("task", transform, colours))
-        inputs.append(grids.canvas(grids.changed(SQUARE, transform, colours)))
-        predictions.append(grids.canvas(colours[np.array([[colour]])]))
+        names.append(f"task|||t{transform}|||{''.join(map(str, colours))}")
+        inputs.append(canvas(turned(colours[SQUARE], transform)))
+        predictions.append(canvas(colours[np.array([[colour]])]))
     pair = {"input": SQUARE.tolist()} | ({"output": [[1]]} if known else {})
     votes = Votes(names, {"task": {"test": [pair]}})
     chances = np.array([chance for _, chance in answers])
@@ -35,21 +33,22 @@ def votes_of(answers: list[tuple[int, float]], known: bool = True) -> Votes:
 
 
 def order_of(votes: Votes) -> list[int]:
-    return [int(each.grid[0, 0]) for each in votes.ranked("task", SQUARE)]
+    return [grid[0][0] for grid in votes.ranked("task", SQUARE)]
 
 
 def test_votes_count_before_probabilities():
     votes = votes_of([(1, 0.9), (2, 0.1), (2, 0.2), (2, 0.1), (3, 0.3), (3, 0.4)])
     assert order_of(votes) == [2, 3, 1]
-    assert votes.solved([1, 2, 3]) == {1: 0.0, 2: 0.0, 3: 1.0} and votes.most == 3
+    assert votes.solved([1, 2, 3]) == {1: 0.0, 2: 0.0, 3: 1.0}
     assert order_of(votes_of([(1, 0.2), (2, 0.9), (1, 0.4), (2, 0.1)])) == [2, 1], "the mean decides a tie"
 
 
 def test_a_vote_equals_a_count_by_brute_force(tmp_path):
     """Random answers to 2 tests each of 3 tasks, under 15 augmentations."""
     tasks = arc_tasks(["flip", "turn", "double"], tests=2)
-    train = read_tasks(write_folder(tmp_path / "a", arc_tasks(["mirror"])), "--source")
-    build_tasks(tmp_path / "data", train, read_tasks(write_folder(tmp_path / "b", tasks), "--test-source"), 14, 0)
+    train = read_tasks(write_folder(tmp_path / "a", arc_tasks(["mirror"])), "--source", {})
+    test = read_tasks(write_folder(tmp_path / "b", tasks), "--test-source", {})
+    build_tasks(tmp_path / "data", train, test, 14, 0)
     rows, rng = load(str(tmp_path / "data"))[1], np.random.default_rng(3)
     names = json.loads((tmp_path / "data" / "identifiers.json").read_text())
     answers = rows.labels.copy()
@@ -71,8 +70,8 @@ def test_a_vote_equals_a_count_by_brute_force(tmp_path):
             pool = {}
             for at in range(len(rows)):
                 title = names[rows.identifiers[at]]
-                _, undo = grids.undoing(title)
-                asked, said = (undo(grids.cropped(part[at][None])[0]).tolist() for part in (rows.inputs, answers))
+                _, undo = undoing(title)
+                asked, said = (undo(cropped(part[at][None])[0]).tolist() for part in (rows.inputs, answers))
                 if title.split("|||")[0] == name and asked == pair["input"]:
                     pool.setdefault(json.dumps(said), []).append(chances[at])
             assert sum(map(len, pool.values())) == 15
@@ -92,19 +91,19 @@ def test_tests_without_a_solution_are_answered_but_not_counted():
     assert votes.submission() == {"task": [{"attempt_1": [[4]], "attempt_2": [[1]]}]}
     assert votes_of([(4, 0.5)]).submission() == {"task": [{"attempt_1": [[4]], "attempt_2": [[4]]}]}
     empty = Votes(["<blank>", "task"], votes.tasks)
-    assert empty.submission() == {"task": [{"attempt_1": [[0]], "attempt_2": [[0]]}]} and empty.most == 0
-    nothing = np.zeros((1, grids.LENGTH), np.uint8)
-    empty.add(np.array([1]), grids.canvas(SQUARE)[None], nothing, np.array([0.5]))
+    assert empty.submission() == {"task": [{"attempt_1": [[0]], "attempt_2": [[0]]}]} and not empty.found
+    nothing = np.zeros((1, LENGTH), np.uint8)
+    empty.add(np.array([1]), canvas(SQUARE)[None], nothing, np.array([0.5]))
     assert empty.submission()["task"][0]["attempt_1"] == [[0]], "no grid at the top left"
     empty.add(np.array([0]), nothing, nothing, np.array([0.5]))
-    assert empty.most == 1, "a row of no task is no vote"
+    assert list(map(len, empty.found.values())) == [1], "a row of no task is no vote"
 
 
 def test_a_folder_that_does_not_match_its_names_is_refused(tmp_path):
     assert open_votes(str(tmp_path)) is None
     task = {"a": {"train": [], "test": [{"input": [[1]]}]}}
     for names, tasks, said in (
-        ('["<blank>", "a', task, "identifiers.json cannot be read"), ('{"a": 1}', task, "not a list of names"),
+        ('["<blank>", "a', task, "identifiers.json is damaged"), ('{"a": 1}', task, "not a JSON array"),
         ('["<blank>", "b"]', task, "task a of test_puzzles.json has no puzzle in identifiers.json"),
         ('["<blank>", "a|||t9|||0123456789"]', task, "is not the name of a puzzle"),
         ('["<blank>", "a"]', {"a": {"test": 3}}, "test_puzzles.json is damaged: task a has no list of tests"),
@@ -114,7 +113,7 @@ def test_a_folder_that_does_not_match_its_names_is_refused(tmp_path):
         with pytest.raises(UserError, match=said):
             open_votes(str(tmp_path))
     votes = Votes(["<blank>", "a"], task)
-    with pytest.raises(UserError, match="rows have 81 tokens, but those of ARC tasks 900"):
+    with pytest.raises(UserError, match=r"rows have 81 tokens .*, but ARC tasks have 900 tokens"):
         votes.check("data", np.array([1]), 81)
-    with pytest.raises(UserError, match="has 2 names, but rows have identifiers up to 2"):
+    with pytest.raises(UserError, match=r"identifiers up to 2, .* identifiers\.json has 2 names"):
         votes.check("data", np.array([2]), 900)
