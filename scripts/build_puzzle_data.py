@@ -115,10 +115,10 @@ def from_tables(cfg: Config, folder: Path, train_file: Path, test_file: Path) ->
     """Write published Sudoku or mazes."""
     name, train = tables.read_table(train_file)
     _, test = tables.read_table(test_file, name)
-    if "maze" in name and cfg.augmentations > tables.OTHERS:
+    if name.endswith("maze") and cfg.augmentations > tables.OTHERS:
         raise UserError(f"--augmentations {cfg.augmentations}: a maze has only {tables.OTHERS} other images; use fewer")
     print(f"{len(train):,} rows of {name} in {train_file}, {len(test):,} in {test_file}")
-    train = train[sample(len(train), cfg, train_file)]
+    train = train[sample(len(train), train_file, cfg.subsample, cfg.seed)]
     if cfg.dry_run:
         return plan(len(train) * (1 + cfg.augmentations), len(test), train.shape[2], folder)
     tables.build_tables(folder, name, train, test, cfg.augmentations, cfg.seed)
@@ -131,24 +131,23 @@ def from_tasks(cfg: Config, folder: Path) -> None:
     if cfg.test_source is None:
         raise UserError("ARC tasks need --test-source, whose test pairs go to test/; name a source of evaluation tasks")
     test = arc.read_tasks(cfg.test_source, "--test-source", files)
-    names = list(train)
-    train = {names[number]: train[names[number]] for number in sample(len(train), cfg, cfg.source)}
+    items = list(train.items())
+    train = dict(items[number] for number in sample(len(items), cfg.source, cfg.subsample, cfg.seed))
     print(f"{len(train):,} tasks to train on from {cfg.source}, {len(test):,} to test on from {cfg.test_source}")
     if cfg.dry_run:
-        learned = [pair for task in train.values() for pair in task["train"] + task["test"]]
-        learned += [pair for task in test.values() for pair in task["train"]]
         copies, asked = 1 + cfg.augmentations, sum(len(task["test"]) for task in test.values())
-        return plan(len(learned) * copies, asked * copies, arc.LENGTH, folder)
+        pairs = sum(len(task["train"]) + len(task["test"]) for task in (train | test).values())
+        return plan((pairs - asked) * copies, asked * copies, arc.LENGTH, folder)
     arc.build_tasks(folder, train, test, cfg.augmentations, cfg.seed)
 
 
-def sample(count: int, cfg: Config, source: Path | str) -> np.ndarray:
-    """The numbers, in order, of the training puzzles to use."""
-    if cfg.subsample is None:
+def sample(count: int, source: Path | str, subsample: int | None, seed: int) -> np.ndarray:
+    """The numbers, in order, of the training puzzles to use; None: all."""
+    if subsample is None:
         return np.arange(count)
-    if cfg.subsample > count:
-        raise UserError(f"--subsample {cfg.subsample} is more than the {count} in {source}; use at most {count}")
-    return np.sort(np.random.default_rng(cfg.seed).choice(count, cfg.subsample, replace=False))
+    if subsample > count:
+        raise UserError(f"--subsample {subsample} is more than the {count} in {source}; use at most {count}")
+    return np.sort(np.random.default_rng(seed).choice(count, subsample, replace=False))
 
 
 def plan(train: int, test: int, length: int, folder: Path) -> None:

@@ -11,8 +11,8 @@ published code, a file beside its all_config.yaml. Without --puzzles, puzzles ar
 a grid of lines, or all of it in one line: in a Sudoku . or 0 is a blank; a maze has walls #, floors (. or a space), S
 and G. Each step is one segment (a step of deep supervision); the answer where the model halts is compared with the
 right one. --evaluate measures the test/ side of a folder of build_puzzle_data.py, or of one in the format of the Tiny
-Recursive Model, as the run itself does. For ARC tasks it also prints pass@1 and pass@2: all augmentations of a task
-vote for the answers to its tests.
+Recursive Model, as the run itself does. For ARC tasks it also prints pass@1, 2, 5 and 10: all augmentations of a
+task vote for the answers to its tests.
 
 --attempts K answers each puzzle K times, always with all segments: attempt 1 is the plain model, and each later one
 adds noise to the latent state before every segment. The answer is the attempt that the halting head finds most likely
