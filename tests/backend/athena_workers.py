@@ -32,7 +32,7 @@ def train(backend, out: Path) -> None:
         backend.seed(0)
         model = RecursiveModel(RecursiveSpec(train.vocab, train.length, 16, 2, **shape))
         with torch.no_grad():
-            model.halt_weight.normal_(std=3)
+            model.halt_weight.normal_(std=3, generator=torch.Generator().manual_seed(1))
             model.halt_bias.zero_()
     trainer = Trainer(backend.place(model), plan, backend)
     lines, session = [], Updates(backend)

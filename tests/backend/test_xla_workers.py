@@ -66,7 +66,7 @@ def test_two_xla_devices_train_a_recursive_model_as_one(tmp_path):
         for name in ("loss", "grad_norm"):
             wanted = pytest.approx([line[name] for line in one["lines"]], rel=5e-6)  # fp32 sums in another order
             assert [line[name] for line in found["lines"]] == wanted
-        assert found["measured"] == pytest.approx(one["measured"])
+        assert found["measured"] == pytest.approx(one["measured"], rel=5e-6)
         assert len({line["compiles"] for line in found["lines"]}) == 1 and found["lines"][-1]["fallbacks"] == 0
         weights = torch.load(tmp_path / "2" / f"weights{rank}.pt")
         assert weights.keys() == whole.keys() and torch.equal(weights["halted"], whole["halted"])
