@@ -118,7 +118,8 @@ def from_tables(cfg: Config, folder: Path, train_file: Path, test_file: Path) ->
     if name.endswith("maze") and cfg.augmentations > tables.OTHERS:
         raise UserError(f"--augmentations {cfg.augmentations}: a maze has only {tables.OTHERS} other images; use fewer")
     print(f"{len(train):,} rows of {name} in {train_file}, {len(test):,} in {test_file}")
-    train = train[sample(len(train), train_file, cfg.subsample, cfg.seed)]
+    if cfg.subsample is not None:  # without, the table is not copied
+        train = train[sample(len(train), train_file, cfg.subsample, cfg.seed)]
     if cfg.dry_run:
         return plan(len(train) * (1 + cfg.augmentations), len(test), train.shape[2], folder)
     tables.build_tables(folder, name, train, test, cfg.augmentations, cfg.seed)

@@ -129,8 +129,10 @@ def _tasks(file: Path, solved: bool) -> Iterator[tuple[str, dict]]:
     solutions = read_json(other) if other != file and other.exists() else None
     for name, task in content.items():
         where = f"{file}: task {name}"
-        if not isinstance(task, dict) or "|||" in name:
-            raise UserError(f'{where} must be an object with "train" and "test", and its name without |||; correct it')
+        if not isinstance(task, dict) or not name or "|||" in name:
+            raise UserError(
+                f'{where} must be an object with "train" and "test", and its name not empty and without |||; correct it'
+            )
         train = _pairs(task.get("train"), f"{where}, train", solved=True)
         test = _pairs(task.get("test"), f"{where}, test", solved and solutions is None)
         if solutions is not None:

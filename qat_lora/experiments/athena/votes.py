@@ -80,7 +80,10 @@ def open_votes(path: str) -> Votes | None:
         if not (folder / FILES[1]).exists():
             return None
         names, tasks = read_json(folder / FILES[0], list), read_json(folder / FILES[1])
-    known = {undoing(str(name))[0] for name in names[1:]}
+    for number, name in enumerate(names):
+        if not isinstance(name, str):
+            raise UserError(f"{path}/{FILES[0]} is damaged: name {number} is {name!r}, not text; rebuild the folder")
+    known = {undoing(name)[0] for name in names[1:]}
     for name, task in tasks.items():
         if name not in known:
             raise UserError(f"{path}: task {name} of {FILES[1]} has no puzzle in {FILES[0]}; rebuild the folder")

@@ -211,6 +211,7 @@ def grid(**changes):
     (grid(output=None), "train pair 1 has no output"), (grid()[:-20], r"bad\.json is damaged"),
     ('{"train": [], "test": []}', r"train is \[\], not a list of pairs"), ("[]", "not a JSON object"),
     ("{}", "holds no tasks"), ('{"a": 3}', "task a must be an object"), ('{"a|||b": {}}', r"a\|\|\|b must .* without"),
+    ('{"": {}}', "its name not empty"),
     ('{"a": {"train": [{"output": []}]}}', 'train pair 1 is .*, not an object with an "input"'),
 ])  # fmt: skip
 def test_an_error_names_the_file_and_the_grid(content, said, tmp_path):

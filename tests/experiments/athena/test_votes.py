@@ -105,6 +105,7 @@ def test_a_folder_that_does_not_match_its_names_is_refused(tmp_path):
     for names, tasks, said in (
         ('["<blank>", "a', task, "identifiers.json is damaged"), ('{"a": 1}', task, "not a JSON array"),
         ('["<blank>", "b"]', task, "task a of test_puzzles.json has no puzzle in identifiers.json"),
+        ('["<blank>", 3]', task, "identifiers.json is damaged: name 1 is 3, not text"),
         ('["<blank>", "a|||t9|||0123456789"]', task, "is not the name of a puzzle"),
         ('["<blank>", "a"]', {"a": {"test": 3}}, "test_puzzles.json is damaged: task a has no list of tests"),
     ):  # fmt: skip
